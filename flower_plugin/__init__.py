@@ -1,0 +1,1 @@
+"""Federated fine-tuning of transformers on phones, as a Flower plugin."""

@@ -1,0 +1,211 @@
+"""The run config: one validated model, from which the table in the README is generated."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from .errors import ConfigError
+
+CACHE_HOME = "~/.cache/flower-plugin"
+
+POOLINGS = ("cls", "last", "mean", "max")
+
+
+def _kebab(name: str) -> str:
+    return name.replace("_", "-")
+
+
+class RunConfig(BaseModel):
+    """Everything a run can be told, checked before any device works.
+
+    Field names are written with dashes in ``pyproject.toml`` and on the command line.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=_kebab, populate_by_name=True)
+
+    backbone: str = Field(
+        description="Hub id, local folder, `*.gguf` file, or `package:NAME/path` inside an installed package"
+    )
+    server_backbone: str = Field(
+        "",
+        description="The backbone's place on the server, if it is another one there; `none`: no checkpoint",
+    )
+    task: Literal["classification", "causal-lm"] = Field("classification", description="What is learned")
+    strategy: str = Field("strategies:EcoMobiLLM", description="Object reference of the Flower strategy")
+    data: str = Field(
+        "flower_plugin.data:bbc_news",
+        description="`module:function`, a `.jsonl`, `.csv` or `.parquet` path, or `datasets:NAME`",
+    )
+    label_names: str = Field(
+        "", description="Class names, comma-separated; empty: the union of what the devices have"
+    )
+    max_length: int = Field(128, ge=2, le=131_072, description="Tokens a sample; longer texts are truncated")
+    template: str = Field("", description="Chat template to use instead of the tokenizer's own")
+
+    taps: str = Field(
+        "4",
+        description="Number of tapped blocks, evenly spaced, or their indices (`1,3,5`; the last is added)",
+    )
+    pooling: str = Field("mean+max", description="`cls`, `last`, `mean`, `max`, or several joined by `+`")
+    codec: Literal["fp32", "fp16", "bf16", "int8", "nf4"] = Field(
+        "int8", description="How activations travel and are cached"
+    )
+    byte_budget_mb: float = Field(
+        64.0,
+        gt=0,
+        le=2048,
+        description="Largest payload of one message, in MB; more is sent in several shifts",
+    )
+    device_batch_size: int = Field(16, ge=1, description="Samples in one forward pass on a device")
+
+    num_rounds: int = Field(30, ge=1, description="Epochs; the first meets the devices, the others the cache")
+    scope: Literal["global", "personal"] = Field(
+        "global", description="One side network for all, or one for each device"
+    )
+    evaluate_every: int = Field(
+        0, ge=0, description="Rounds between evaluations on the devices; 0: before and after training only"
+    )
+    refresh_every: int = Field(
+        0, ge=0, description="Rounds between questions for new samples; 0: never after round 1"
+    )
+
+    reduction: int = Field(8, ge=1, description="Side width = backbone width / reduction")
+    side_width: int = Field(0, ge=0, description="Width of the side network; 0: from the reduction")
+    dropout: float = Field(0.1, ge=0, lt=1, description="Dropout in the side network")
+    learning_rate: float = Field(1e-3, gt=0, description="Peak learning rate of AdamW")
+    weight_decay: float = Field(0.01, ge=0, description="Weight decay of AdamW")
+    schedule: Literal["cosine", "constant"] = Field("cosine", description="Learning-rate schedule")
+    warmup: float = Field(0.05, ge=0, le=1, description="Share of the steps with a rising learning rate")
+    clip_norm: float = Field(1.0, gt=0, description="Largest gradient norm")
+    batch_size: int = Field(32, ge=1, description="Samples in one step of the side network")
+    holdout: float = Field(0.1, ge=0, le=0.5, description="Share of training samples that choose the epoch")
+    patience: int = Field(0, ge=0, description="Epochs without gain on the holdout before a stop; 0: no stop")
+    seed: int = Field(0, ge=0, description="Seed of everything random on the server")
+
+    min_devices: int = Field(1, ge=1, description="Fewest devices to start, and to go on, with")
+    wait_for_devices: float = Field(60.0, ge=0, description="Seconds to wait for `min-devices`")
+    query_timeout: float = Field(300.0, gt=0, description="Seconds a device has to describe itself")
+    shift_timeout: float = Field(3600.0, gt=0, description="Seconds a device has for one shift")
+    evaluate_timeout: float = Field(1800.0, gt=0, description="Seconds a device has for one evaluation")
+    identity: Literal["device", "node"] = Field(
+        "device", description="Whose samples they are: the id a device keeps, or its (authenticated) node id"
+    )
+
+    cache_dir: str = Field(f"{CACHE_HOME}/activations", description="The server's activation cache")
+    cache_quota_gb: float = Field(20.0, gt=0, description="Largest size of the cache; the oldest samples go")
+    output_dir: str = Field("flower-plugin-runs", description="Where the server writes what a run gives")
+    resume: bool = Field(False, description="Go on from the checkpoint in `output-dir`")
+
+    partition: Literal["iid", "dirichlet", "natural"] = Field(
+        "iid", description="How a built-in source is dealt to the devices"
+    )
+    partition_alpha: float = Field(0.5, gt=0, description="Concentration of the Dirichlet partition")
+    partition_seed: int = Field(0, ge=0, description="Seed of the partition and of the held-out split")
+    test_fraction: float = Field(0.2, ge=0, lt=1, description="Share of a device's samples that it holds out")
+    train_samples: int = Field(0, ge=0, description="Training samples over all devices; 0: all there are")
+    test_samples: int = Field(0, ge=0, description="Held-out samples over all devices; 0: all there are")
+
+    @field_validator("taps", mode="before")
+    @classmethod
+    def _taps_as_text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @field_validator("taps")
+    @classmethod
+    def _taps_are_numbers(cls, value: str) -> str:
+        parts = [part.strip() for part in value.split(",")]
+        if not all(part.isdigit() for part in parts) or (len(parts) == 1 and int(parts[0]) < 1):
+            raise ValueError("a number of taps from 1 up, or block indices such as '1,3,5'")
+        return ",".join(parts)
+
+    @field_validator("pooling")
+    @classmethod
+    def _pooling_is_known(cls, value: str) -> str:
+        parts = value.split("+")
+        if len(set(parts)) != len(parts) or not set(parts) <= set(POOLINGS):
+            raise ValueError(f"one or several different ones of {', '.join(POOLINGS)}, joined by '+'")
+        return value
+
+    @model_validator(mode="after")
+    def _names_are_given(self) -> "RunConfig":
+        for name in ("backbone", "data", "strategy"):
+            if not getattr(self, name).strip():
+                raise ValueError(f"'{name}' is empty")
+        return self
+
+    @property
+    def byte_budget(self) -> int:
+        """Largest payload of one message, in bytes."""
+        return int(self.byte_budget_mb * 1_000_000)
+
+    @property
+    def token_rule(self) -> str:
+        """Which tokens travel: the loss positions of a language model, or the pooled vectors."""
+        return "loss-tokens" if self.task == "causal-lm" else self.pooling
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The class names that the run config fixes; empty where the devices decide."""
+        return tuple(name.strip() for name in self.label_names.split(",") if name.strip())
+
+
+def parse_run_config(values: Mapping[str, Any]) -> RunConfig:
+    """Validate a Flower run config.
+
+    Parameters
+    ----------
+    values : Mapping
+        Dashed keys to values, as Flower hands them to an app. Keys with a dot belong to the user
+        (``my.key``): they are left alone here and reach the user's data function.
+
+    Returns
+    -------
+    RunConfig
+        The validated config.
+
+    Raises
+    ------
+    ConfigError
+        Names each key, what was given and what is allowed.
+    """
+    try:
+        return RunConfig.model_validate({key: value for key, value in values.items() if "." not in key})
+    except ValidationError as error:
+        lines = [_explain(dict(problem)) for problem in error.errors()]
+        raise ConfigError(
+            "The run config cannot be used:\n" + "\n".join(f"  - {line}" for line in lines)
+        ) from None
+
+
+def _explain(problem: dict[str, Any]) -> str:
+    key = _kebab(".".join(str(part) for part in problem["loc"])) or "run config"
+    if problem["type"] == "missing":
+        return f"'{key}' is missing; set it in [tool.flwr.app.config] or with --run-config '{key}=...'"
+    if problem["type"] == "extra_forbidden":
+        return f"'{key}' is not a key of this app; it knows {', '.join(sorted(known_keys()))}"
+    return f"'{key}' = {problem['input']!r}: {problem['msg']}"
+
+
+def known_keys() -> tuple[str, ...]:
+    """The dashed names of all keys, in the order of the table."""
+    return tuple(_kebab(name) for name in RunConfig.model_fields)
+
+
+def config_table() -> str:
+    """The Markdown table of all keys: name, default, meaning."""
+    rows = ["| key | default | meaning |", "|---|---|---|"]
+    for name, field in RunConfig.model_fields.items():
+        default = (
+            "required" if field.is_required() else f"`{field.default}`" if field.default != "" else "empty"
+        )
+        choices = getattr(field.annotation, "__args__", None)
+        allowed = f" ({', '.join(f'`{choice}`' for choice in choices)})" if choices else ""
+        rows.append(f"| `{_kebab(name)}` | {default} | {field.description}{allowed} |")
+    return "\n".join(rows)
+
+
+def expand(path: str) -> Path:
+    """A path of the config with ``~`` resolved, absolute."""
+    return Path(path).expanduser().absolute()
