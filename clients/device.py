@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from flower_plugin.config import CACHE_HOME, RunConfig, expand, known_keys, parse_run_config
+from flower_plugin.config import RunConfig, expand, known_keys, parse_run_config, plugin_home
 from flower_plugin.errors import ConfigError
 
 ConfigValue = bool | int | float | str
@@ -41,8 +41,6 @@ class Device:
     tenant : str
         The id under which the server keeps this device's samples. It is derived from the secret and cannot
         be guessed, so that no other device can pass for this one.
-    digest_key : bytes
-        Key of the sample digests: equal texts on two devices have different digests.
     partition : int
         Place among the partitions of a shared data set; 0 where the device has data of its own.
     num_partitions : int
@@ -51,7 +49,6 @@ class Device:
 
     folder: Path
     tenant: str
-    digest_key: bytes
     partition: int
     num_partitions: int
 
@@ -67,12 +64,11 @@ def open_device(node_config: Mapping[str, ConfigValue]) -> Device:
     partition, count = _partition(node_config)
     default = f"partition-{partition}-of-{count}" if PARTITION in node_config else "device"
     name = str(node_config.get(DEVICE_NAME, default))
-    folder = expand(str(node_config.get(DEVICE_DIR, f"{CACHE_HOME}/devices/{name}")))
+    folder = expand(str(node_config.get(DEVICE_DIR, plugin_home() / "devices" / name)))
     secret = _secret(folder)
     return Device(
         folder=folder,
-        tenant="device-" + _derive(secret, b"tenant").hex(),
-        digest_key=_derive(secret, b"digest"),
+        tenant="device-" + hashlib.blake2b(b"tenant", key=secret, digest_size=16).hexdigest(),
         partition=partition,
         num_partitions=count,
     )
@@ -133,7 +129,3 @@ def _write_once(path: Path, text: str) -> None:
         pass
     finally:
         draft.unlink()
-
-
-def _derive(secret: bytes, purpose: bytes) -> bytes:
-    return hashlib.blake2b(purpose, key=secret, digest_size=16).digest()

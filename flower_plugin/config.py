@@ -1,5 +1,6 @@
 """The run config: one validated model, from which the table in the README is generated."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -8,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from .errors import ConfigError
 
-CACHE_HOME = "~/.cache/flower-plugin"
+HOME_VARIABLE = "FLOWER_PLUGIN_HOME"
 
 POOLINGS = ("cls", "last", "mean", "max")
 
@@ -41,7 +42,7 @@ class RunConfig(BaseModel):
     label_names: str = Field(
         "", description="Class names, comma-separated; empty: the union of what the devices have"
     )
-    max_length: int = Field(128, ge=2, le=131_072, description="Tokens a sample; longer texts are truncated")
+    max_length: int = Field(128, ge=4, le=131_072, description="Tokens a sample; longer texts are truncated")
     template: str = Field("", description="Chat template to use instead of the tokenizer's own")
 
     taps: str = Field(
@@ -93,19 +94,31 @@ class RunConfig(BaseModel):
         "device", description="Whose samples they are: the id a device keeps, or its (authenticated) node id"
     )
 
-    cache_dir: str = Field(f"{CACHE_HOME}/activations", description="The server's activation cache")
+    cache_dir: str = Field(
+        "", description="The server's activation cache; empty: `activations` in the plugin's home"
+    )
     cache_quota_gb: float = Field(20.0, gt=0, description="Largest size of the cache; the oldest samples go")
-    output_dir: str = Field("flower-plugin-runs", description="Where the server writes what a run gives")
+    output_dir: str = Field("~/flower-plugin-runs", description="Where the server writes what a run gives")
     resume: bool = Field(False, description="Go on from the checkpoint in `output-dir`")
 
-    partition: Literal["iid", "dirichlet", "natural"] = Field(
-        "iid", description="How a built-in source is dealt to the devices"
+    partition: Literal["", "none", "iid", "dirichlet", "natural"] = Field(
+        "", description="How data is dealt to the devices; empty: a built-in source `iid`, a device's file `none`"
     )
     partition_alpha: float = Field(0.5, gt=0, description="Concentration of the Dirichlet partition")
     partition_seed: int = Field(0, ge=0, description="Seed of the partition and of the held-out split")
     test_fraction: float = Field(0.2, ge=0, lt=1, description="Share of a device's samples that it holds out")
     train_samples: int = Field(0, ge=0, description="Training samples over all devices; 0: all there are")
     test_samples: int = Field(0, ge=0, description="Held-out samples over all devices; 0: all there are")
+    samples_per_device: int = Field(0, ge=0, description="Training samples of one device at most; 0: all")
+    test_samples_per_device: int = Field(0, ge=0, description="Held-out samples of one device at most; 0: all")
+    sender_offset: int = Field(0, ge=0, description="`chitchat`: rank of the first device's sender")
+    text_column: str = Field("", description="Column of the text; empty: `text`")
+    label_column: str = Field("", description="Column of the class; empty: `label`")
+    prompt_column: str = Field("", description="Column of the prompt; empty: `prompt`")
+    response_column: str = Field("", description="Column of the response; empty: `response`")
+    messages_column: str = Field("", description="Column of a conversation; empty: `messages`")
+    split_column: str = Field("", description="Column that holds `train` or `test`; empty: `split`")
+    group_column: str = Field("", description="Column that the `natural` partition goes by")
 
     @field_validator("taps", mode="before")
     @classmethod
@@ -141,9 +154,14 @@ class RunConfig(BaseModel):
         return int(self.byte_budget_mb * 1_000_000)
 
     @property
+    def cache_folder(self) -> Path:
+        """The server's activation cache."""
+        return expand(self.cache_dir) if self.cache_dir else plugin_home() / "activations"
+
+    @property
     def token_rule(self) -> str:
         """Which tokens travel: the loss positions of a language model, or the pooled vectors."""
-        return "loss-tokens" if self.task == "causal-lm" else self.pooling
+        return "loss" if self.task == "causal-lm" else self.pooling
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -193,17 +211,9 @@ def known_keys() -> tuple[str, ...]:
     return tuple(_kebab(name) for name in RunConfig.model_fields)
 
 
-def config_table() -> str:
-    """The Markdown table of all keys: name, default, meaning."""
-    rows = ["| key | default | meaning |", "|---|---|---|"]
-    for name, field in RunConfig.model_fields.items():
-        default = (
-            "required" if field.is_required() else f"`{field.default}`" if field.default != "" else "empty"
-        )
-        choices = getattr(field.annotation, "__args__", None)
-        allowed = f" ({', '.join(f'`{choice}`' for choice in choices)})" if choices else ""
-        rows.append(f"| `{_kebab(name)}` | {default} | {field.description}{allowed} |")
-    return "\n".join(rows)
+def plugin_home() -> Path:
+    """Where caches and device identities are kept: ``$FLOWER_PLUGIN_HOME``, or ``~/.cache/flower-plugin``."""
+    return expand(os.environ.get(HOME_VARIABLE) or "~/.cache/flower-plugin")
 
 
 def expand(path: str) -> Path:

@@ -131,7 +131,7 @@ class ProfileRequest(Envelope):
 
 
 class Profile(Envelope):
-    """What a device has. Counts are of samples; ``digests`` are those of its training samples, in its order."""
+    """What a device has. Counts are of samples; ``digests`` are of its training samples, in its order."""
 
     tenant: Identifier
     order: int = Field(ge=0)

@@ -1,1 +1,5 @@
-"""."""
+"""What the server decides: Flower strategies."""
+
+from .eco_mobillm import EcoMobiLLM
+
+__all__ = ["EcoMobiLLM"]

@@ -1,0 +1,1 @@
+"""Parts of the benchmark of side-tuning: baselines, runs, cost measurements, the table."""

@@ -1,0 +1,109 @@
+"""A trainer's whole state in one file, so that a stopped run goes on as if it had not been stopped."""
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from flower_plugin.errors import CacheError, PayloadError
+
+from .packing import pack_tensors, unpack_tensors
+from .trainer import Snapshot, Trainer
+
+FORMAT = "trainer-1"
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+def save_checkpoint(trainer: Trainer, path: Path) -> None:
+    """Write network, optimizer moments, place in the schedule, best weights and history; whole or not at all.
+
+    Raises
+    ------
+    CacheError
+        The file cannot be written.
+    """
+    best = trainer.best
+    facts = {
+        "format": FORMAT,
+        "network": trainer.network.config.to_dict(),
+        "training": asdict(trainer.config),
+        "epoch": trainer.epoch,
+        "best": None if best is None else [best.epoch, best.loss, best.accuracy],
+    }
+    tensors = _named("network", dict(trainer.network.state_dict()))
+    tensors |= _named("averaged", trainer.averaged)
+    tensors |= _named("best", {} if best is None else best.weights)
+    for name, parameter in trainer.network.named_parameters():
+        moments = trainer.optimizer.state.get(parameter, {})
+        tensors |= {f"{moment}/{name}": moments[moment] for moment in MOMENTS if moment in moments}
+    data = pack_tensors(tensors, facts)
+    draft = path.with_name(path.name + ".new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with draft.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError as error:
+        raise CacheError(
+            f"the checkpoint {path} cannot be written: {error}; the one before is intact"
+        ) from error
+
+
+def load_checkpoint(trainer: Trainer, path: Path) -> None:
+    """Set a fresh trainer to the state that was saved.
+
+    Raises
+    ------
+    CacheError
+        The file is damaged, or of a run with another network or another recipe.
+    """
+    try:
+        tensors, facts = unpack_tensors(path.read_bytes(), FORMAT)
+        _check_same_run(trainer, facts)
+        _restore(trainer, tensors, facts)
+    except (OSError, PayloadError, KeyError, ValueError, RuntimeError) as error:
+        raise CacheError(f"the checkpoint {path} cannot be used: {error}; start a new run") from error
+
+
+def _check_same_run(trainer: Trainer, facts: dict[str, Any]) -> None:
+    # More epochs are fine: they stretch the schedule of a run that goes on.
+    now = {"network": trainer.network.config.to_dict(), "training": asdict(trainer.config)}
+    for part, values in now.items():
+        for name, value in values.items():
+            if name not in ("epochs", "patience") and facts[part].get(name) != value:
+                raise PayloadError(f"{name} was {facts[part].get(name)!r} and is now {value!r}")
+
+
+def _restore(trainer: Trainer, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    trainer.network.load_state_dict(_part("network", tensors))
+    trainer.averaged = {
+        name: tensor.to(trainer.device) for name, tensor in _part("averaged", tensors).items()
+    }
+    for name, parameter in trainer.network.named_parameters():
+        moments = {moment: tensors[f"{moment}/{name}"] for moment in MOMENTS if f"{moment}/{name}" in tensors}
+        if moments:
+            moved = {
+                key: tensor if key == "step" else tensor.to(trainer.device) for key, tensor in moments.items()
+            }
+            trainer.optimizer.state[parameter] = moved
+    if facts["best"] is not None:
+        epoch, loss, accuracy = facts["best"]
+        trainer.best = Snapshot(int(epoch), float(loss), float(accuracy), _part("best", tensors))
+    trainer.epoch = int(facts["epoch"])
+    trainer.progress = float(trainer.epoch)
+
+
+def _named(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
+
+
+def _part(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(f"{prefix}/"): tensor.clone()
+        for name, tensor in tensors.items()
+        if name.startswith(f"{prefix}/")
+    }

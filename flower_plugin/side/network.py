@@ -1,0 +1,230 @@
+"""The side network: a token-local ladder beside a frozen backbone, trained from its tapped activations alone.
+
+Form (Ladder Side-Tuning, Sung et al. 2022): every tap is normalised and projected down to a narrow side stream, a
+gate mixes it in, a residual block works at the narrow width, and one up-projection, zero at the start, adds what
+was learned to the backbone's last hidden state. Nothing looks across tokens, so a cached row is all it ever needs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from flower_plugin.errors import ConfigError
+
+_MAX_WIDTH = 1 << 20
+_MAX_TAPS = 1024
+_MAX_LABELS = 1 << 20
+
+
+@dataclass(frozen=True)
+class SideNetworkConfig:
+    """Shape of a side network.
+
+    Parameters
+    ----------
+    width : int
+        Width of one row of states: hidden size of the backbone times `vectors`.
+    taps : tuple of int
+        Tapped block indices, ascending; the last one is the backbone's last block.
+    num_labels : int or None
+        Number of classes of the new classification head; None for a causal LM, which keeps the backbone's head.
+    vectors : int
+        Pooled vectors joined in one row ("mean+max" has two); each is normalised by itself, as their scales differ.
+    reduction : int
+        The side stream is `width // reduction` wide; 8 is the value of the LST paper.
+    side_width : int or None
+        Width of the side stream when it should not follow from `reduction`.
+    expansion : int
+        Hidden width of a residual block, in side widths.
+    dropout : float
+        Dropout on the side stream, in [0, 1).
+    input_dropout : float
+        Dropout on the normalised taps, in [0, 1).
+    gate_temperature : float
+        T of the gate sigmoid(a / T); small values let the gate move with small steps of `a` (LST uses 0.1).
+
+    Raises
+    ------
+    ConfigError
+        If a value is out of its range.
+    """
+
+    width: int
+    taps: tuple[int, ...]
+    num_labels: int | None = None
+    vectors: int = 1
+    reduction: int = 8
+    side_width: int | None = None
+    expansion: int = 2
+    dropout: float = 0.1
+    input_dropout: float = 0.0
+    gate_temperature: float = 0.1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "taps", tuple(self.taps))
+        _require_int("width", self.width, 1, _MAX_WIDTH)
+        _require_int("vectors", self.vectors, 1, self.width)
+        _require_int("reduction", self.reduction, 1, _MAX_WIDTH)
+        _require_int("expansion", self.expansion, 1, 64)
+        _require_int("number of taps", len(self.taps), 1, _MAX_TAPS)
+        for tap in self.taps:
+            _require_int("tap", tap, 0, _MAX_WIDTH)
+        if list(self.taps) != sorted(set(self.taps)):
+            raise ConfigError(f"taps must be ascending block indices without repeats, got {self.taps}.")
+        if self.width % self.vectors:
+            raise ConfigError(f"width {self.width} is not a multiple of its {self.vectors} pooled vectors.")
+        if self.num_labels is not None:
+            _require_int("num_labels", self.num_labels, 1, _MAX_LABELS)
+        if self.side_width is not None:
+            _require_int("side_width", self.side_width, 1, _MAX_WIDTH)
+        _require_number("dropout", self.dropout, 0.0, 1.0)
+        _require_number("input_dropout", self.input_dropout, 0.0, 1.0)
+        _require_number("gate_temperature", self.gate_temperature, 1e-4, 1e4)
+
+    @property
+    def stream_width(self) -> int:
+        """Width of the side stream."""
+        return self.side_width if self.side_width is not None else max(1, self.width // self.reduction)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values, the inverse of `from_dict`."""
+        return {**asdict(self), "taps": list(self.taps)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Build a config from JSON values; unknown or missing names raise `ConfigError`."""
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(values) - known)
+        missing = sorted({"width", "taps"} - set(values))
+        if unknown or missing:
+            raise ConfigError(f"Side network config: unknown keys {unknown}, missing keys {missing}.")
+        if not isinstance(values["taps"], list | tuple):
+            raise ConfigError(f"taps must be a list of block indices, got {values['taps']!r}.")
+        return cls(**values)
+
+
+class SideBlock(nn.Module):
+    """Residual feed-forward block at the width of the side stream: z + W2 gelu(W1 norm(z))."""
+
+    def __init__(self, width: int, expansion: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.expand = nn.Linear(width, expansion * width)
+        self.contract = nn.Linear(expansion * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        """Map a stream [tokens, side] to a stream of the same shape."""
+        inner = nn.functional.gelu(self.expand(self.norm(stream)))
+        return stream + self.dropout(self.contract(inner))
+
+
+class Tap(nn.Module):
+    """Normalise one tapped activation, vector by vector, and project it down to the side stream."""
+
+    def __init__(self, config: SideNetworkConfig) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(config.vectors, config.width)
+        self.input_dropout = nn.Dropout(config.input_dropout)
+        self.down = nn.Linear(config.width, config.stream_width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, state: Tensor) -> Tensor:
+        """Map a state [tokens, width] to [tokens, side]."""
+        return self.dropout(self.down(self.input_dropout(self.norm(state))))
+
+
+class SideNetwork(nn.Module):
+    """Ladder over the tapped activations of a frozen backbone.
+
+    Parameters
+    ----------
+    config : SideNetworkConfig
+        Its shape.
+
+    Notes
+    -----
+    Ladder: z0 = Down0(h0), z <- g z + (1 - g) Down_i(h_i) with g = sigmoid(a_i / T), z <- Block_i(z) after each tap
+    (Sung et al. 2022, LST). The up-projection starts at zero, so the first forward pass is the backbone's own.
+    """
+
+    def __init__(self, config: SideNetworkConfig) -> None:
+        super().__init__()
+        self.config = config
+        side = config.stream_width
+        self.taps = nn.ModuleList(Tap(config) for _ in config.taps)
+        self.blocks = nn.ModuleList(SideBlock(side, config.expansion, config.dropout) for _ in config.taps)
+        self.gates = nn.Parameter(torch.zeros(len(config.taps) - 1))
+        self.norm = nn.LayerNorm(side)
+        self.up = nn.Linear(side, config.width)
+        nn.init.zeros_(self.up.weight)
+        nn.init.zeros_(self.up.bias)
+        self.classifier = None if config.num_labels is None else _new_head(config)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Adapt the backbone's last hidden state.
+
+        Parameters
+        ----------
+        states : Tensor
+            [tokens, taps, width], the tapped activations; the last tap is the backbone's last hidden state.
+
+        Returns
+        -------
+        Tensor
+            Logits [tokens, num_labels] for classification; for a causal LM the adapted last hidden state
+            [tokens, width], which the backbone's own head turns into logits.
+
+        Raises
+        ------
+        ConfigError
+            If the shape does not fit the config.
+        """
+        self._check(states)
+        hidden = states[:, -1] + self.delta(states)
+        return hidden if self.classifier is None else self.classifier(hidden)
+
+    def delta(self, states: Tensor) -> Tensor:
+        """Return what the side network adds to the last hidden state: [tokens, taps, width] -> [tokens, width]."""
+        gates = torch.sigmoid(self.gates / self.config.gate_temperature)
+        stream = self.blocks[0](self.taps[0](states[:, 0]))
+        for index in range(1, len(self.taps)):
+            gate = gates[index - 1]
+            stream = gate * stream + (1 - gate) * self.taps[index](states[:, index])
+            stream = self.blocks[index](stream)
+        return self.up(self.norm(stream))
+
+    def _check(self, states: Tensor) -> None:
+        expected = (len(self.config.taps), self.config.width)
+        if states.ndim != 3 or tuple(states.shape[1:]) != expected:
+            raise ConfigError(
+                f"Side network expects states of shape [tokens, {expected[0]}, {expected[1]}], "
+                f"got {list(states.shape)}: check taps and pooled vectors."
+            )
+
+
+def new_side_network(config: SideNetworkConfig, seed: int) -> SideNetwork:
+    """Build a side network whose start is fixed by `seed`, without touching the global random state."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return SideNetwork(config)
+
+
+def _new_head(config: SideNetworkConfig) -> nn.Module:
+    """Classification head: each pooled vector normalised (no trained scale), then one linear layer."""
+    assert config.num_labels is not None
+    norm = nn.GroupNorm(config.vectors, config.width, affine=False)
+    return nn.Sequential(norm, nn.Dropout(config.dropout), nn.Linear(config.width, config.num_labels))
+
+
+def _require_int(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"Side network: {name} must be a whole number from {low} to {high}, got {value!r}.")
+
+
+def _require_number(name: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < high:
+        raise ConfigError(f"Side network: {name} must be a number from {low} to below {high}, got {value!r}.")

@@ -1,0 +1,60 @@
+"""Cached activations as the trainer reads them."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+from torch import Tensor
+
+from .cache import AbsentSamplesError, ActivationCache
+from .cache_records import Batch, Namespace
+from .recipe import SampleKey
+
+
+class CacheReader:
+    """Reads samples of any tenants from the cache and decodes them, a batch at a time.
+
+    Parameters
+    ----------
+    cache : ActivationCache
+        The store.
+    namespace : callable
+        Tenant -> the namespace of its samples; all with the same taps and codec.
+    width : int
+        Width of one row of one tap.
+
+    Attributes
+    ----------
+    lost : int
+        Samples that were asked for in vain: evicted, or damaged. The next stage one asks for them again.
+    """
+
+    def __init__(self, store: ActivationCache, namespace: Callable[[str], Namespace], width: int) -> None:
+        self._store = store
+        self._namespace = cache(namespace)
+        self._width = width
+        self.lost = 0
+
+    def read(self, keys: Sequence[SampleKey]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return states float32 [tokens, taps, width], targets int64 [tokens], tokens per sample [samples].
+
+        Samples that are gone are left out and counted: a cache that is too small costs samples, not the run.
+
+        Raises
+        ------
+        CacheError
+            None of the samples is there.
+        """
+        one = self._namespace(keys[0].tenant)
+        batch = self._fetch([self._namespace(key.tenant).key(key.digest) for key in keys])
+        return batch.tensors(one.codec, len(one.taps), self._width)
+
+    def _fetch(self, keys: list[bytes]) -> Batch:
+        try:
+            return self._store.fetch(keys)
+        except AbsentSamplesError as error:
+            gone = {*error.missing, *error.damaged}
+            there = [key for key in keys if key not in gone]
+            if not there:
+                raise
+            self.lost += len(gone)
+            return self._store.fetch(there)

@@ -1,0 +1,3 @@
+"""The version of this plugin."""
+
+VERSION = "0.1.0"
