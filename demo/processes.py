@@ -6,10 +6,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+import psutil
 
 LOOPBACK = "127.0.0.1"
 STOP_SECONDS = 10.0
@@ -45,6 +48,8 @@ class FlowerProcesses:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Self:
+        # A termination request must end the programs too: they run in process groups of their own.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         return self
 
     def __exit__(
@@ -93,22 +98,20 @@ class FlowerProcesses:
         )
 
     def stop(self, name: str) -> None:
-        """End a program with all that it started."""
-        process = self._running.pop(name)
-        for signal_number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(process.pid, signal_number)
-                process.wait(STOP_SECONDS)
-            except ProcessLookupError:
-                break
-            except subprocess.TimeoutExpired:
-                continue
-        process.wait()
+        """End a program with all that it started; what does not end in time is killed."""
+        self._end(name, psutil.Process.terminate, STOP_SECONDS)
 
     def kill(self, name: str) -> None:
         """Kill a program and all that it started, as a power cut would."""
+        self._end(name, psutil.Process.kill, STOP_SECONDS)
+
+    def _end(self, name: str, how: Callable[[psutil.Process], None], seconds: float) -> None:
         process = self._running.pop(name)
-        os.killpg(process.pid, signal.SIGKILL)
+        # Flower's programs start others in sessions of their own: the process group does not hold them all.
+        family = _family(process.pid)
+        _apply(how, family)
+        _, alive = psutil.wait_procs(family, timeout=seconds)
+        _apply(psutil.Process.kill, alive)
         process.wait()
 
     def add_connection(self, name: str, port: int, *lines: str) -> None:
@@ -116,3 +119,17 @@ class FlowerProcesses:
         text = "\n".join([f"[superlink.{name}]", f'address = "{LOOPBACK}:{port}"', *lines, ""])
         with (self.home / "config.toml").open("a", encoding="utf-8") as file:
             file.write(text)
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    try:
+        parent = psutil.Process(pid)
+        return [parent, *parent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _apply(how: Callable[[psutil.Process], None], processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            how(process)

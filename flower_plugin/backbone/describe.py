@@ -1,11 +1,13 @@
 """What a backbone is, without its weights."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import AutoModel
 
 from .checkpoint import has_weights
 from .fingerprint import fingerprint
+from .gguf import place_of
 from .layout import token_embedding
 from .load import load_config
 from .skeleton import build_skeleton
@@ -33,7 +35,7 @@ class BackboneInfo:
     fingerprint: str | None
 
 
-def describe(spec: str | BackboneSource) -> BackboneInfo:
+def describe(spec: str | BackboneSource, *, cache_folder: Path | None = None) -> BackboneInfo:
     """Describe a backbone from its config alone: no weights are allocated or downloaded.
 
     Raises
@@ -43,7 +45,12 @@ def describe(spec: str | BackboneSource) -> BackboneInfo:
     """
     source = resolve(spec) if isinstance(spec, str) else spec
     folder = local_folder(source, with_weights=False)
-    config = load_config(folder, source.gguf_file)
+    if source.gguf_file is None:
+        config = load_config(folder)
+    else:
+        # Reading a GGUF file's vocabulary takes seconds; its converted folder, if there is one, takes none.
+        converted = place_of(folder / source.gguf_file, cache_folder)
+        config = load_config(converted) if converted.is_dir() else load_config(folder, source.gguf_file)
     model, layout = build_skeleton(config, AutoModel)
     known = source.gguf_file is not None or has_weights(folder)
     return BackboneInfo(

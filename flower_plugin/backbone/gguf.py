@@ -12,9 +12,9 @@ import xxhash
 from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from flower_plugin.config import plugin_home
 from flower_plugin.errors import BackboneError
 
-DEFAULT_CACHE = Path("~/.cache/flower-plugin")
 _CHUNK = 1 << 22
 
 
@@ -30,12 +30,11 @@ def converted_folder(file: Path, cache_folder: Path | None = None) -> Path:
     BackboneError
         The file is broken, of an unknown architecture, or the cache folder cannot be written.
     """
-    cache = (cache_folder or DEFAULT_CACHE).expanduser()
-    target = cache / f"gguf-{file.stem}-{content_hash(file)}"
+    target = place_of(file, cache_folder)
     if target.is_dir():
         return target
     try:
-        cache.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{target}.lock"):
             if not target.is_dir():
                 _remove_leftovers(target)
@@ -47,6 +46,11 @@ def converted_folder(file: Path, cache_folder: Path | None = None) -> Path:
             " or make room there."
         ) from error
     return target
+
+
+def place_of(file: Path, cache_folder: Path | None = None) -> Path:
+    """Return the folder that a GGUF file is, or will be, converted to."""
+    return (cache_folder or plugin_home()).expanduser() / f"gguf-{file.stem}-{content_hash(file)}"
 
 
 def _convert(file: Path, target: Path) -> None:

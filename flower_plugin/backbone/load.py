@@ -1,5 +1,7 @@
 """Load a frozen backbone, its config and its tokenizer from a source. No code from a checkpoint ever runs."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,13 +15,15 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from flower_plugin.errors import BackboneError
 
+from .checks import check_task, refuse_encoder_decoder
 from .gguf import converted_folder
 from .layout import Task
 from .source import BackboneSource, local_folder, resolve
-from .view import Backbone, check_task, refuse_encoder_decoder
+from .view import Backbone
 
 
 def load_backbone(
@@ -41,7 +45,7 @@ def load_backbone(
     dtype, device
         Of the weights.
     cache_folder
-        Where GGUF files are converted to; default ``~/.cache/flower-plugin``.
+        Where GGUF files are converted to; default: the plugin's home.
 
     Raises
     ------
@@ -88,17 +92,30 @@ def load_config(folder: Path, gguf_file: str | None = None) -> PretrainedConfig:
     return config
 
 
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Loading a phone-sized model takes a second; its progress bars would only litter a federation's log."""
+    shown = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            enable_progress_bar()
+
+
 def _load_model(folder: Path, config: PretrainedConfig, task: Task, dtype: torch.dtype) -> PreTrainedModel:
     auto: Any = AutoModelForCausalLM if task == "causal-lm" else AutoModel
     try:
-        model, report = auto.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+        with _without_progress_bars():
+            model, report = auto.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
     except Exception as error:  # loading a broken checkpoint raises errors of many libraries
         raise BackboneError(
             f"the model in {folder} cannot be loaded for {task}: {_first_line(error)}"

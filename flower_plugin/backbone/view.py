@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from flower_plugin.errors import BackboneError
 
+from .checks import check_equal, check_task, refuse_encoder_decoder
 from .layout import (
     BlockCall,
     Layout,
@@ -23,9 +24,6 @@ from .layout import (
 )
 
 Inputs = Mapping[str, Tensor]
-
-# A split or a head that was put together rightly differs by rounding alone.
-_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 
 
 class Backbone:
@@ -75,7 +73,7 @@ class Backbone:
                 raise BackboneError(f"{type(model).__name__} has no language-model head; load a causal LM")
             with torch.no_grad():
                 logits = backbone.head(seen.last.flatten(0, 1))
-            _check_equal(model, "head", logits, seen.final.flatten(0, 1))
+            check_equal(model, "head", logits, seen.final.flatten(0, 1))
         return backbone
 
     @property
@@ -270,7 +268,7 @@ class Backbone:
             second = self._stage(cut, self.num_blocks, first, self.without_text(inputs))
         finally:
             self.model.train(training)
-        _check_equal(self.model, "stages", second, whole)
+        check_equal(self.model, "stages", second, whole)
         self._split_checked = True
 
 
@@ -292,28 +290,3 @@ def run_head(model: nn.Module, layout: Layout, hidden: Tensor, device: torch.dev
     with intercepted(layout.blocks, pass_over):
         output = model(input_ids=ids, attention_mask=torch.ones_like(ids), **switched_off(model))
     return block_hidden(output[0])[: len(hidden), 0]
-
-
-def check_task(task: str) -> None:
-    """Raise BackboneError for a task that is not known."""
-    if task not in ("classification", "causal-lm"):
-        raise BackboneError(f"task {task!r} is unknown: give 'classification' or 'causal-lm'")
-
-
-def refuse_encoder_decoder(config: Any) -> None:
-    """Raise BackboneError for a model with an encoder and a decoder."""
-    if getattr(config, "is_encoder_decoder", False):
-        raise BackboneError(
-            f"{getattr(config, 'model_type', 'the model')} has an encoder and a decoder, which is not"
-            " supported: use an encoder (BERT-like) or a decoder (GPT-like) backbone"
-        )
-
-
-def _check_equal(model: nn.Module, part: str, made: Tensor, own: Tensor) -> None:
-    scale = float(own.float().abs().max()) or 1.0
-    difference = float((made.float() - own.float()).abs().max()) / scale
-    if not difference <= _TOLERANCE.get(own.dtype, 5e-2):
-        raise BackboneError(
-            f"{type(model).__name__} is not supported: its {part} found by the view differ from the model's"
-            f" own by {difference:.1e} (relative). This family passes more than hidden states between its parts."
-        )

@@ -87,15 +87,11 @@ class Store:
     @contextmanager
     def writing(self) -> Iterator[Writer]:
         """A write transaction, durable once it ends without an error. Only inside :meth:`named`."""
-        try:
-            with self._begin_write() as txn:
-                writer = Writer(self.tables, txn)
-                writer.touch(self.touched)
-                yield writer
-                writer.finish()
-        except lmdb.MapFullError:
-            self.touched.clear()  # The next attempt needs less room without them.
-            raise
+        with self._begin_write() as txn:
+            writer = Writer(self.tables, txn)
+            writer.touch(self.touched)
+            yield writer
+            writer.finish()
         self.touched.clear()
 
     def insert(self, records: Sequence[tuple[bytes, bytes]], namespace: bytes, description: bytes) -> int:
@@ -135,8 +131,10 @@ class Store:
                     for key in keys:
                         writer.remove(key)
             except lmdb.MapFullError:
-                if chunk == 1:
+                if chunk == 1 and not self.touched:
                     raise
+                if chunk == 1:
+                    self.touched.clear()  # Hints, and they need room as well.
                 chunk = max(1, chunk // 4)
                 continue
             removed += len(keys)

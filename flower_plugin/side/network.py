@@ -1,8 +1,9 @@
-"""The side network: a token-local ladder beside a frozen backbone, trained from its tapped activations alone.
+"""The side network: a token-local ladder beside a frozen backbone, trained from tapped activations alone.
 
-Form (Ladder Side-Tuning, Sung et al. 2022): every tap is normalised and projected down to a narrow side stream, a
-gate mixes it in, a residual block works at the narrow width, and one up-projection, zero at the start, adds what
-was learned to the backbone's last hidden state. Nothing looks across tokens, so a cached row is all it ever needs.
+Form (Ladder Side-Tuning, Sung et al. 2022): every tap is normalised and projected down to a narrow side
+stream, a gate mixes it in, a residual block works at the narrow width, and one up-projection, zero at the
+start, adds what was learned to the backbone's last hidden state. Nothing looks across tokens, so a cached row
+is all it ever needs.
 """
 
 from collections.abc import Mapping
@@ -30,9 +31,9 @@ class SideNetworkConfig:
     taps : tuple of int
         Tapped block indices, ascending; the last one is the backbone's last block.
     num_labels : int or None
-        Number of classes of the new classification head; None for a causal LM, which keeps the backbone's head.
+        Classes of the new classification head; None for a causal LM, which keeps the backbone's head.
     vectors : int
-        Pooled vectors joined in one row ("mean+max" has two); each is normalised by itself, as their scales differ.
+        Pooled vectors joined in one row ("mean+max" has two); each is normalised by itself: scales differ.
     reduction : int
         The side stream is `width // reduction` wide; 8 is the value of the LST paper.
     side_width : int or None
@@ -42,7 +43,7 @@ class SideNetworkConfig:
     dropout : float
         Dropout on the side stream, in [0, 1).
     input_dropout : float
-        Dropout on the normalised taps, in [0, 1).
+        Dropout on the normalised taps and on what the classification head reads, in [0, 1).
     gate_temperature : float
         T of the gate sigmoid(a / T); small values let the gate move with small steps of `a` (LST uses 0.1).
 
@@ -107,7 +108,10 @@ class SideNetworkConfig:
 
 
 class SideBlock(nn.Module):
-    """Residual feed-forward block at the width of the side stream: z + W2 gelu(W1 norm(z))."""
+    """Residual feed-forward block at the width of the side stream: z + W2 gelu(W1 norm(z)).
+
+    W2 starts at zero: the ladder starts as a mean of its projections and bends only as far as the data asks.
+    """
 
     def __init__(self, width: int, expansion: int, dropout: float) -> None:
         super().__init__()
@@ -115,26 +119,68 @@ class SideBlock(nn.Module):
         self.expand = nn.Linear(width, expansion * width)
         self.contract = nn.Linear(expansion * width, width)
         self.dropout = nn.Dropout(dropout)
+        _zero(self.contract)
 
     def forward(self, stream: Tensor) -> Tensor:
         """Map a stream [tokens, side] to a stream of the same shape."""
         inner = nn.functional.gelu(self.expand(self.norm(stream)))
-        return stream + self.dropout(self.contract(inner))
+        mapped: Tensor = stream + self.dropout(self.contract(inner))
+        return mapped
+
+
+class VectorNorm(nn.GroupNorm):
+    """LayerNorm of each of the joined vectors of a row by itself, with a trained scale and shift a feature.
+
+    Scale and shift can start from data: `calibrate` sets them so that every feature has mean 0 and deviation
+    1 over the rows it is shown. Transformers' few features with huge values would otherwise drown the others
+    (Timkey & van Schijndel 2021, "All Bark and No Bite").
+    """
+
+    _FLOOR = 0.02  # of the mean deviation: features that hardly vary must not be blown up
+
+    def __init__(self, width: int, vectors: int) -> None:
+        super().__init__(vectors, width)
+
+    @torch.no_grad()
+    def calibrate(self, states: Tensor) -> None:
+        """Set scale and shift from rows [tokens, width]."""
+        plain = nn.functional.group_norm(states.float(), self.num_groups, eps=self.eps)
+        deviation = plain.std(0, correction=0)
+        scale = 1 / (deviation + self._FLOOR * deviation.mean()).clamp_min(1e-6)
+        self.weight.copy_(scale)
+        self.bias.copy_(-plain.mean(0) * scale)
 
 
 class Tap(nn.Module):
-    """Normalise one tapped activation, vector by vector, and project it down to the side stream."""
+    """Normalise one tapped activation and project it down to the side stream."""
 
     def __init__(self, config: SideNetworkConfig) -> None:
         super().__init__()
-        self.norm = nn.GroupNorm(config.vectors, config.width)
+        self.norm = VectorNorm(config.width, config.vectors)
         self.input_dropout = nn.Dropout(config.input_dropout)
         self.down = nn.Linear(config.width, config.stream_width)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, state: Tensor) -> Tensor:
         """Map a state [tokens, width] to [tokens, side]."""
-        return self.dropout(self.down(self.input_dropout(self.norm(state))))
+        projected: Tensor = self.dropout(self.down(self.input_dropout(self.norm(state))))
+        return projected
+
+
+class ClassificationHead(nn.Module):
+    """The new head of a classifier: normalise the pooled vectors, then a linear layer that starts at zero."""
+
+    def __init__(self, config: SideNetworkConfig, num_labels: int) -> None:
+        super().__init__()
+        self.norm = VectorNorm(config.width, config.vectors)
+        self.dropout = nn.Dropout(config.input_dropout)
+        self.project = nn.Linear(config.width, num_labels)
+        _zero(self.project)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map the adapted last hidden state [samples, width] to logits [samples, num_labels]."""
+        logits: Tensor = self.project(self.dropout(self.norm(hidden)))
+        return logits
 
 
 class SideNetwork(nn.Module):
@@ -147,8 +193,8 @@ class SideNetwork(nn.Module):
 
     Notes
     -----
-    Ladder: z0 = Down0(h0), z <- g z + (1 - g) Down_i(h_i) with g = sigmoid(a_i / T), z <- Block_i(z) after each tap
-    (Sung et al. 2022, LST). The up-projection starts at zero, so the first forward pass is the backbone's own.
+    z0 = Down0(h0), then z <- g z + (1 - g) Down_i(h_i) with g = sigmoid(a_i / T), and z <- Block_i(z) after
+    each tap (Sung et al. 2022, LST). The up-projection starts at zero: the first pass is the backbone's own.
     """
 
     def __init__(self, config: SideNetworkConfig) -> None:
@@ -157,12 +203,12 @@ class SideNetwork(nn.Module):
         side = config.stream_width
         self.taps = nn.ModuleList(Tap(config) for _ in config.taps)
         self.blocks = nn.ModuleList(SideBlock(side, config.expansion, config.dropout) for _ in config.taps)
-        self.gates = nn.Parameter(torch.zeros(len(config.taps) - 1))
-        self.norm = nn.LayerNorm(side)
+        # g = i / (i + 1): the stream starts as the mean of all taps. Equal gates would leave the first of six
+        # taps a share of 1/32, and the middle blocks often know most.
+        self.gates = nn.Parameter(config.gate_temperature * torch.arange(1.0, len(config.taps)).log())
         self.up = nn.Linear(side, config.width)
-        nn.init.zeros_(self.up.weight)
-        nn.init.zeros_(self.up.bias)
-        self.classifier = None if config.num_labels is None else _new_head(config)
+        _zero(self.up)
+        self.classifier = None if config.num_labels is None else ClassificationHead(config, config.num_labels)
 
     def forward(self, states: Tensor) -> Tensor:
         """Adapt the backbone's last hidden state.
@@ -184,18 +230,28 @@ class SideNetwork(nn.Module):
             If the shape does not fit the config.
         """
         self._check(states)
-        hidden = states[:, -1] + self.delta(states)
+        hidden: Tensor = states[:, -1] + self.delta(states)
         return hidden if self.classifier is None else self.classifier(hidden)
 
     def delta(self, states: Tensor) -> Tensor:
-        """Return what the side network adds to the last hidden state: [tokens, taps, width] -> [tokens, width]."""
+        """Return what is added to the last hidden state: [tokens, taps, width] -> [tokens, width]."""
         gates = torch.sigmoid(self.gates / self.config.gate_temperature)
         stream = self.blocks[0](self.taps[0](states[:, 0]))
         for index in range(1, len(self.taps)):
             gate = gates[index - 1]
             stream = gate * stream + (1 - gate) * self.taps[index](states[:, index])
             stream = self.blocks[index](stream)
-        return self.up(self.norm(stream))
+        delta: Tensor = self.up(stream)
+        return delta
+
+    def calibrate(self, states: Tensor) -> None:
+        """Start all norms from data: states [tokens, taps, width] of some training samples (32 or more)."""
+        self._check(states)
+        for index, tap in enumerate(self.taps):
+            assert isinstance(tap, Tap)
+            tap.norm.calibrate(states[:, index])
+        if self.classifier is not None:
+            self.classifier.norm.calibrate(states[:, -1])
 
     def _check(self, states: Tensor) -> None:
         expected = (len(self.config.taps), self.config.width)
@@ -213,11 +269,9 @@ def new_side_network(config: SideNetworkConfig, seed: int) -> SideNetwork:
         return SideNetwork(config)
 
 
-def _new_head(config: SideNetworkConfig) -> nn.Module:
-    """Classification head: each pooled vector normalised (no trained scale), then one linear layer."""
-    assert config.num_labels is not None
-    norm = nn.GroupNorm(config.vectors, config.width, affine=False)
-    return nn.Sequential(norm, nn.Dropout(config.dropout), nn.Linear(config.width, config.num_labels))
+def _zero(layer: nn.Linear) -> None:
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
 
 
 def _require_int(name: str, value: object, low: int, high: int) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -37,10 +38,13 @@ class TrainConfig:
         Fraction of the training samples that choose the best epoch; 0 for none.
     patience : int or None
         Epochs without a better held-out loss after which `Trainer.exhausted` turns true; None for never.
+    mixup : float
+        Classification only: parameter of Beta(mixup, mixup), from which the shares of two mixed samples are
+        drawn; 0 for no mixing.
     label_smoothing : float
         Of the cross entropy, classification only.
     average : float
-        Decay of the moving average of the weights (per step) that is evaluated and kept; 0 for the last weights.
+        Decay a step of the moving average of the weights that is evaluated and kept; 0 for the last weights.
     head_chunk : int
         Tokens whose logits exist at once (causal LM): bounds memory to `head_chunk` x vocabulary.
     seed : int
@@ -56,6 +60,7 @@ class TrainConfig:
     warmup: float = 0.05
     holdout: float = 0.1
     patience: int | None = None
+    mixup: float = 1.0
     label_smoothing: float = 0.0
     average: float = 0.0
     head_chunk: int = 256
@@ -72,10 +77,11 @@ class TrainConfig:
             "warmup": 0 <= self.warmup < 1,
             "holdout": 0 <= self.holdout < 1,
             "patience": self.patience is None or self.patience >= 1,
+            "mixup": 0 <= self.mixup < math.inf,
             "label_smoothing": 0 <= self.label_smoothing < 1,
             "average": 0 <= self.average < 1,
             "head_chunk": self.head_chunk >= 1,
-            "seed": self.seed >= 0,
+            "seed": 0 <= self.seed < 2**63,
         }
         for name, fits in checks.items():
             if not fits:
@@ -88,7 +94,7 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def is_held_out(key: SampleKey, fraction: float, seed: int) -> bool:
-    """Decide whether a sample is held out, by its hash alone, so that later arrivals never change the answer."""
+    """Decide whether a sample is held out, by its hash alone: later arrivals never change the answer."""
     digest = blake2b(key.digest, key=seed.to_bytes(8, "little"), digest_size=8).digest()
     return int.from_bytes(digest, "little") < fraction * 2.0**64
 
@@ -109,8 +115,8 @@ def split_held_out(
 def interleave(counts: Sequence[int], priority: Sequence[int]) -> list[int]:
     """Return an order of owners in which every prefix holds each owner's share within one.
 
-    Earliest deadline first over the windows of proportional-fair scheduling (Baruah et al. 1996): the k-th item of an
-    owner with n of N items has its place in slots [floor(k N/n), ceil((k+1) N/n)).
+    Earliest deadline first over the windows of proportional-fair scheduling (Baruah et al. 1996): the k-th
+    item of an owner with n of N items has its place in slots [floor(k N/n), ceil((k+1) N/n)).
 
     Parameters
     ----------
@@ -143,24 +149,25 @@ def interleave(counts: Sequence[int], priority: Sequence[int]) -> list[int]:
 def epoch_order(keys_by_tenant: Mapping[str, Sequence[SampleKey]], seed: int, epoch: int) -> list[SampleKey]:
     """Return each sample once, shuffled, with every tenant's proportional share in every batch.
 
-    The result depends on the sets of keys, `seed` and `epoch` only, not on the order in which keys arrived.
+    Tenants are taken in the order of the mapping, whose names may differ from run to run; the keys of each by
+    their content. So the result does not depend on the order in which keys arrived.
     """
-    tenants = sorted(tenant for tenant, keys in keys_by_tenant.items() if keys)
+    tenants = [tenant for tenant, keys in keys_by_tenant.items() if keys]
     random = np.random.default_rng(derive_seed("order", seed, epoch))
     ranks = [int(rank) for rank in random.permutation(len(tenants))]
     queues = []
     for tenant in tenants:
-        keys = sorted(keys_by_tenant[tenant])
+        keys = sorted(keys_by_tenant[tenant], key=lambda key: key.digest)
         queues.append(iter([keys[i] for i in random.permutation(len(keys))]))
     owners = interleave([len(keys_by_tenant[tenant]) for tenant in tenants], ranks)
     return [next(queues[owner]) for owner in owners]
 
 
 def even_batches(keys: Sequence[SampleKey], batch_size: int) -> list[Sequence[SampleKey]]:
-    """Cut keys in ceil(n / batch_size) runs whose sizes differ by at most one: no tiny last batch, nothing dropped."""
+    """Cut keys in ceil(n / batch_size) runs of sizes that differ by one at most: no tiny rest."""
     count = -(-len(keys) // batch_size)
     edges = [len(keys) * i // count for i in range(count + 1)] if count else [0]
-    return [keys[low:high] for low, high in zip(edges, edges[1:], strict=False)]
+    return [keys[low:high] for low, high in pairwise(edges)]
 
 
 def learning_rate_at(config: TrainConfig, progress: float) -> float:

