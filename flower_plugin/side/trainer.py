@@ -229,7 +229,7 @@ class Trainer:
             raise DataError(
                 f"Cached targets {low} to {high} do not fit {labels or 'the'} classes: check the label names."
             )
-        return states.to(self.device), targets.to(self.device, torch.int64)
+        return states.detach().to(self.device), targets.to(self.device, torch.int64)
 
     def _update_average(self) -> None:
         if not self.config.average:
