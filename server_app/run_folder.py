@@ -1,10 +1,11 @@
 """The folder of one run: what a run writes, and where a stopped run is found again."""
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from flower_plugin.config import RunConfig, expand
 from flower_plugin.errors import ConfigError
@@ -49,8 +50,10 @@ class RunFolder:
     def record(self, event: str, fields: Mapping[str, Any]) -> None:
         """Append one event with the current time (seconds since 1970)."""
         line = json.dumps({"event": event, "time": round(time.time(), 3), **fields})
-        with (self.path / METRICS).open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        with (self.path / METRICS).open("a+b") as file:
+            # A kill may have cut the last line short: do not let it spoil this one.
+            broken = file.tell() and _last_byte(file) != b"\n"
+            file.write((b"\n" if broken else b"") + line.encode() + b"\n")
 
     def events(self) -> list[dict[str, Any]]:
         """All events, oldest first; a last line that a kill cut short is left out."""
@@ -65,6 +68,11 @@ class RunFolder:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``, which also marks the run as finished."""
         (self.path / SUMMARY).write_text(json.dumps(dict(summary), indent=2) + "\n", encoding="utf-8")
+
+
+def _last_byte(file: BinaryIO) -> bytes:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1)
 
 
 def open_run_folder(config: RunConfig, run_id: int) -> RunFolder:
@@ -91,7 +99,10 @@ def _stopped_run(parent: Path, config: RunConfig) -> RunFolder:
     runs = sorted(path.parent for path in parent.glob(f"*/{CONFIG}") if not (path.parent / SUMMARY).exists())
     if not runs:
         raise ConfigError(f"'resume' is set, but {parent} holds no unfinished run; check 'output-dir'")
-    before = json.loads((runs[-1] / CONFIG).read_text(encoding="utf-8"))
+    try:
+        before = json.loads((runs[-1] / CONFIG).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{runs[-1] / CONFIG} is damaged: {error}; start a new run") from error
     now = config.model_dump(mode="json")
     changed = [key for key in now if key not in MAY_CHANGE and before.get(key) != now[key]]
     if changed:

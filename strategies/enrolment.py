@@ -39,9 +39,7 @@ def wait_for_nodes(grid: Grid, fewest: int, seconds: float) -> tuple[int, ...]:
         time.sleep(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
 
 
-def enrol(
-    grid: Grid, nodes: Iterable[int], config: RunConfig, fingerprint: str | None, observe: Observe
-) -> Roster:
+def enrol(grid: Grid, nodes: Iterable[int], config: RunConfig, fingerprint: str | None, observe: Observe) -> Roster:
     """Ask each node for its profile and decide who takes part; say who does not, and why."""
     exchange = Exchange(grid)
     request = ProfileRequest(config=config)
@@ -77,9 +75,7 @@ def fetch_head(grid: Grid, roster: Roster, config: RunConfig, fingerprint: str) 
     for device in roster.devices:
         exchange = Exchange(grid)
         request = HeadRequest(config=config, fingerprint=fingerprint)
-        exchange.push(
-            [instruction(request, HEAD, device.node_id, "head", config.shift_timeout)], config.shift_timeout
-        )
+        exchange.push([instruction(request, HEAD, device.node_id, "head", config.shift_timeout)], config.shift_timeout)
         for answer in exchange.answers():
             try:
                 if answer.reply is None:

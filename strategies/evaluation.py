@@ -65,9 +65,7 @@ def check_evaluation(metrics: Mapping[str, float], most_samples: int) -> dict[st
 def mean_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Loss and accuracy weighted by tokens; counts and seconds summed."""
     tokens = sum(part["tokens"] for part in metrics)
-    means = {
-        name: sum(part[name] * part["tokens"] for part in metrics) / tokens for name in ("loss", "accuracy")
-    }
+    means = {name: sum(part[name] * part["tokens"] for part in metrics) / tokens for name in ("loss", "accuracy")}
     sums = ("num-examples", "tokens", "forwarded", "device_seconds")
     return means | {name: sum(part.get(name, 0.0) for part in metrics) for name in sums}
 

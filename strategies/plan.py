@@ -44,9 +44,7 @@ def server_fingerprint(config: RunConfig) -> str | None:
     try:
         return fingerprint(spec)
     except BackboneError as error:
-        raise BackboneError(
-            f"{error} (if only the devices have it, set server-backbone='{NO_CHECKPOINT}')"
-        ) from error
+        raise BackboneError(f"{error} (if only the devices have it, set server-backbone='{NO_CHECKPOINT}')") from error
 
 
 def make_ledger(roster: Roster) -> Ledger:

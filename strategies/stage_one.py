@@ -20,7 +20,7 @@ from .run_state import RunState
 
 @dataclass(frozen=True)
 class Shift:
-    """A device at work: the samples it still owes."""
+    """A device at work: the samples it still owes, and the number of the shift."""
 
     device: Device
     wanted: tuple[bytes, ...]
@@ -67,6 +67,7 @@ class StageOne:
                 yield device
             else:
                 self._exchange.push([self._request(following)], timeout)
+        self._warn_of_evictions()
 
     def settle(self, answer: Answer) -> Shift | None:
         """Take in one answer; return the device's next shift, or ``None`` if it is done or out.
@@ -83,14 +84,14 @@ class StageOne:
             if answer.reply is None:
                 raise DeviceError(answer.problem)
             reply = ActivationReply.from_records(answer.reply.content)
-            stored = self._accept(shift.device, reply)
-            wanted = self._still_wanted(shift, reply, stored)
+            arrived = self._accept(shift.device, reply)
+            wanted = self._still_wanted(shift, reply, arrived)
         except CacheError:
             raise
         except FlowerPluginError as error:
             self._fail(shift.device, str(error))
             return None
-        self._report(shift, reply, stored)
+        self._report(shift, reply, len(arrived))
         return Shift(shift.device, wanted, shift.number + 1) if wanted else None
 
     def ask_again(self, grid: Grid) -> None:
@@ -102,19 +103,20 @@ class StageOne:
         for _ in self.run(self.first_shifts(returned.devices)):
             pass
 
-    def _accept(self, device: Device, reply: ActivationReply) -> int:
+    def _accept(self, device: Device, reply: ActivationReply) -> frozenset[bytes]:
         if self._state.config.identity == "device" and reply.tenant != device.tenant:
             raise PayloadError("it answers for another device")
         shipment = self._state.intake.unpack(reply.payload, reply.index, set(device.profile.digests))
         self._state.cache.put(self._state.intake.namespace(device.tenant), shipment)
-        return len(shipment.digests)
+        return frozenset(shipment.digests)
 
-    def _still_wanted(self, shift: Shift, reply: ActivationReply, stored: int) -> tuple[bytes, ...]:
+    def _still_wanted(self, shift: Shift, reply: ActivationReply, arrived: frozenset[bytes]) -> tuple[bytes, ...]:
+        # Not what the cache lacks: one that is too small would make the devices send for ever.
         if not reply.remaining:
             return ()
-        refused = set(reply.refused)
-        wanted = tuple(digest for digest in self._missing(shift.device) if digest not in refused)
-        if wanted and not stored:
+        done = arrived.union(reply.refused)
+        wanted = tuple(digest for digest in shift.wanted if digest not in done)
+        if len(wanted) == len(shift.wanted):
             raise PayloadError(f"it sent nothing, and still has {len(wanted)} samples to send")
         return wanted
 
@@ -150,6 +152,14 @@ class StageOne:
             log(
                 WARNING, "Node %s leaves out %s samples: their activations are not finite, or one alone is"
                 " larger than 'byte-budget-mb'", device.node_id, len(reply.refused),
+            )  # fmt: skip
+
+    def _warn_of_evictions(self) -> None:
+        evicted = self._state.cache.statistics().evictions
+        if evicted:
+            log(
+                WARNING, "The cache is too small: %s samples made room for others and will not be trained on;"
+                " raise 'cache-quota-gb'", evicted,
             )  # fmt: skip
 
     def _fail(self, device: Device, reason: str) -> None:

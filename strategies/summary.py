@@ -18,9 +18,7 @@ def summarise(state: RunState, tally: Tally) -> dict[str, Any]:
     intake, samples = state.intake, max(tally.samples, 1)
     row = get_codec("fp16").row_bytes
     everything = tally.forwarded_tokens * len(intake.taps) * row(state.ledger.hidden_size)
-    loss_tokens = (
-        tally.sent_tokens * len(intake.taps) * row(pooled_width(intake.token_rule, state.ledger.hidden_size))
-    )
+    loss_tokens = tally.sent_tokens * len(intake.taps) * row(pooled_width(intake.token_rule, state.ledger.hidden_size))
     rounds = sorted(tally.evaluations)
     before = tally.evaluations[rounds[0]] if rounds and rounds[0] == 0 else {}
     after = tally.evaluations[rounds[-1]] if rounds and rounds[-1] > 0 else {}

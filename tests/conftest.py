@@ -15,7 +15,25 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-WORDS = "the a of good bad fine poor film plot actor scene great awful dull bright song voice".split()
+WORDS = [
+    "the",
+    "a",
+    "of",
+    "good",
+    "bad",
+    "fine",
+    "poor",
+    "film",
+    "plot",
+    "actor",
+    "scene",
+    "great",
+    "awful",
+    "dull",
+    "bright",
+    "song",
+    "voice",
+]
 GOOD = ("good", "fine", "great", "bright")
 BAD = ("bad", "poor", "awful", "dull")
 

@@ -4,8 +4,8 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
-
 from flower_plugin.clients.device import data_options, device_config, open_device
+
 from flower_plugin.config import RunConfig
 from flower_plugin.errors import ConfigError
 
@@ -76,7 +76,9 @@ def test_a_bad_value_in_the_node_config_is_named():
 
 
 def test_data_options_hold_the_users_own_keys():
-    options = data_options(RunConfig(backbone="x"), {"mine.key": 1, "codec": "fp32"}, {"text-column": "review"})
+    options = data_options(
+        RunConfig(backbone="x"), {"mine.key": 1, "codec": "fp32"}, {"text-column": "review"}
+    )
     assert options["mine.key"] == 1
     assert options["text-column"] == "review"
     assert options["codec"] == "int8"

@@ -56,7 +56,10 @@ def test_random_bytes_are_refused(data):
 
 
 def test_a_config_that_promises_a_giant_is_refused_before_it_is_built():
-    facts = {"format": "side-network-1", "config": {"width": 1 << 20, "taps": list(range(1000)), "side_width": 1 << 20}}
+    facts = {
+        "format": "side-network-1",
+        "config": {"width": 1 << 20, "taps": list(range(1000)), "side_width": 1 << 20},
+    }
     with pytest.raises(PayloadError, match="missing"):
         unpack_network(bytes_of(pack_tensors({"up.weight": torch.zeros(2)}, facts)))
 

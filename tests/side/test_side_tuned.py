@@ -71,7 +71,12 @@ def test_the_backbone_is_itself_again_outside_the_model(tmp_path, tiny_llama, ba
 def test_generation_with_the_cache_equals_generation_without(tmp_path, tiny_llama, sampling):
     model = load_side_tuned(str(tiny_llama), export(tmp_path / "s", tiny_llama, "causal-lm", trained=True))
     ids = torch.tensor([[2, 4, 8, 9], [0, 2, 5, 7]])
-    options = {"attention_mask": (ids != 0).long(), "max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    options = {
+        "attention_mask": (ids != 0).long(),
+        "max_new_tokens": 12,
+        "min_new_tokens": 12,
+        "do_sample": False,
+    }
     cached = model.generate(ids, use_cache=True, **options, **sampling)
     assert torch.equal(cached, model.generate(ids, use_cache=False, **options, **sampling))
 
@@ -105,7 +110,9 @@ def test_a_classifier_does_not_care_about_padding(tmp_path, tiny_bert, batch):
 
 
 def test_a_classifier_does_not_generate(tmp_path, tiny_bert):
-    model = load_side_tuned(str(tiny_bert), export(tmp_path / "s", tiny_bert, "classification", trained=False))
+    model = load_side_tuned(
+        str(tiny_bert), export(tmp_path / "s", tiny_bert, "classification", trained=False)
+    )
     with pytest.raises(ConfigError, match="does not generate"):
         model.generate(torch.tensor([[2, 3]]))
 
@@ -139,6 +146,8 @@ def test_gradients_reach_only_the_side_network(tmp_path, tiny_llama, batch):
 
 
 def test_settings_are_frozen(tmp_path, tiny_bert):
-    model = load_side_tuned(str(tiny_bert), export(tmp_path / "s", tiny_bert, "classification", trained=False))
+    model = load_side_tuned(
+        str(tiny_bert), export(tmp_path / "s", tiny_bert, "classification", trained=False)
+    )
     with pytest.raises((dataclasses.FrozenInstanceError, ValueError)):
         model.settings.task = "causal-lm"

@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from flower_plugin.clients import app
+from flower_plugin.server_app.local_grid import LocalGrid
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from flower_plugin.clients import app
 from flower_plugin.config import RunConfig, parse_run_config
-from flower_plugin.server_app.local_grid import LocalGrid
 
 Fault = Callable[[Message, int], Message | None]
 
@@ -50,7 +50,11 @@ def run_config(tmp_path: Path, backbone: Path, **changes: Any) -> RunConfig:
 
 
 def make_grid(
-    tmp_path: Path, files: Mapping[int, Path], config: RunConfig, fault: Fault | None = None, first_node: int = 100
+    tmp_path: Path,
+    files: Mapping[int, Path],
+    config: RunConfig,
+    fault: Fault | None = None,
+    first_node: int = 100,
 ) -> Grid:
     """Devices numbered from 0, each with a data file and a folder of its own; node ids start at ``first_node``."""
     nodes = {

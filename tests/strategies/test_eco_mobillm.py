@@ -2,18 +2,20 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from flower_plugin.strategies import EcoMobiLLM
+from flower_plugin.strategies.run_state import RunState
 from flwr.app import Array, ArrayRecord, Message
 
-from flower_plugin.errors import BackboneError, DeviceError
+from flower_plugin.errors import BackboneError, CacheError, DeviceError
 from flower_plugin.messages import ACTIVATIONS, EVALUATE
-from flower_plugin.strategies import EcoMobiLLM
 
 sys.path.insert(0, str(Path(__file__).parent))
-from federation import make_grid, run_config  # noqa: E402
+from federation import make_grid, run_config
 
 WriteFile = Callable[..., Path]
 
@@ -328,3 +330,47 @@ def test_an_evicted_sample_is_asked_for_again(tmp_path, tiny_bert, files):
     again.start(grid)
     assert count(grid, ACTIVATIONS) == 1
     assert again.report()["forwarded_samples"] == 12
+
+
+def test_a_cache_that_is_too_small_costs_samples_not_the_run(tmp_path, tiny_bert, write_reviews, caplog):
+    files = {
+        device: write_reviews(f"big{device}.jsonl", range(300 * device, 300 * device + 300)) for device in range(2)
+    }
+    config = run_config(tmp_path, tiny_bert, cache_quota_gb=0.00105, byte_budget_mb=0.1, codec="fp32", num_rounds=2)
+    strategy = EcoMobiLLM(config)
+    strategy.start(make_grid(tmp_path, files, config))
+    assert 0 < strategy.report()["samples"] < 900
+    assert strategy.report()["forwarded_samples"] == 900
+    assert "raise 'cache-quota-gb'" in caplog.text
+
+
+def test_a_cache_that_cannot_be_written_stops_the_run_and_loses_nothing(tmp_path, tiny_bert, files, monkeypatch):
+    from flower_plugin.side.cache import ActivationCache
+
+    config, put, calls = run_config(tmp_path, tiny_bert), ActivationCache.put, []
+
+    def full_disk(self, namespace, shipment):
+        calls.append(namespace)
+        if len(calls) == 2:
+            raise CacheError("No space left on device")
+        return put(self, namespace, shipment)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ActivationCache, "put", full_disk)
+        # Devices keep their held-out samples in a cache of their own: only the server's disk is full.
+        patch.setattr("flower_plugin.strategies.run_state.RunState.admit", _without_tests(RunState.admit))
+        with pytest.raises(CacheError, match="No space left"):
+            EcoMobiLLM(config).start(make_grid(tmp_path, files, config))
+    strategy = EcoMobiLLM(config)
+    strategy.start(make_grid(tmp_path, files, config))
+    assert strategy.report()["forwarded_samples"] == 24
+
+
+def _without_tests(admit):
+    def changed(self, found):
+        devices = tuple(
+            replace(device, profile=device.profile.model_copy(update={"num_test": 0})) for device in found.devices
+        )
+        admit(self, replace(found, devices=devices))
+
+    return changed

@@ -2,9 +2,8 @@
 
 from types import SimpleNamespace
 
-from flwr.app import Error
-
 from flower_plugin.strategies.exchange import Exchange
+from flwr.app import Error
 
 
 class SilentGrid:

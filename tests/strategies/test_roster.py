@@ -1,11 +1,11 @@
 """Who takes part, and in which order."""
 
+from flower_plugin.strategies.roster import make_roster
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flower_plugin.config import RunConfig
 from flower_plugin.messages import Profile
-from flower_plugin.strategies.roster import make_roster
 
 CONFIG = RunConfig(backbone="x")
 
