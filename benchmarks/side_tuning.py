@@ -23,9 +23,7 @@ from rich.console import Console
 
 def main() -> int:
     """Run the chosen groups; the exit status is the number of targets that are missed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=list(GROUPS), help="groups to run")
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0 to N-1 of the accuracies")

@@ -15,6 +15,7 @@ from flower_plugin.side.codec import get_codec
 from flower_plugin.side.collect import TapRule, collect
 from flower_plugin.side.examples import Example
 from flower_plugin.side.network import SideNetwork
+from flower_plugin.side.objective import Head
 from flower_plugin.side.packing import unpack_network
 from flower_plugin.side.reader import CacheReader
 from flower_plugin.side.recipe import SampleKey, TrainConfig
@@ -53,7 +54,9 @@ def evaluate_side_tuned(request: EvaluateRequest, context: Context) -> EvaluateR
     with ActivationCache.open(device.folder / HELD_OUT, _quota(context.node_config)) as cache:
         forwarded = _forward_missing(cache, namespace, test.kept, config)
         head = load_head(config.backbone) if config.task == "causal-lm" else None
-        metrics = _evaluate(network, CacheReader(cache, lambda _: namespace, network.config.width), device, test.kept, head)
+        metrics = _evaluate(
+            network, CacheReader(cache, lambda _: namespace, network.config.width), device, test.kept, head
+        )
     metrics |= {"forwarded": float(forwarded), "device_seconds": time.perf_counter() - started}
     return EvaluateReply(tenant=device.tenant, metrics=metrics)
 
@@ -71,7 +74,7 @@ def _forward_missing(
 
 
 def _evaluate(
-    network: SideNetwork, reader: CacheReader, device: Device, examples: Sequence[Example], head: object
+    network: SideNetwork, reader: CacheReader, device: Device, examples: Sequence[Example], head: Head | None
 ) -> dict[str, float]:
     keys = [SampleKey(device.tenant, example.digest) for example in examples]
     result = Trainer(network, reader, TrainConfig(), head=head).evaluate(keys)

@@ -2,7 +2,7 @@
 
 from flwr.app import Context
 
-from flower_plugin.backbone import describe, load_tokenizer
+from flower_plugin.backbone import describe, fingerprint, load_tokenizer
 from flower_plugin.messages import Profile, ProfileRequest
 from flower_plugin.side.examples import template_id
 from flower_plugin.version import VERSION
@@ -15,15 +15,15 @@ def profile(request: ProfileRequest, context: Context) -> Profile:
     """Describe the device: identity, backbone, the digests of its samples, its classes. No forward pass."""
     config = device_config(request.config, context.node_config)
     device = open_device(context.node_config)
-    info = describe(config.backbone)
     tokenizer = load_tokenizer(config.backbone)
+    info = describe(config.backbone)
     samples = load_samples(config, context, device, tokenizer, ())
     train, test = samples.train(), samples.test()
     return Profile(
         tenant=device.tenant,
         order=device.partition,
         plugin_version=VERSION,
-        fingerprint=info.fingerprint,
+        fingerprint=fingerprint(config.backbone),
         model_type=info.model_type,
         num_blocks=info.num_blocks,
         hidden_size=info.hidden_size,

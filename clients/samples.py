@@ -47,9 +47,7 @@ class LocalSamples:
     def _build(self, samples: Sequence[Sample]) -> Examples:
         if self.config.task == "classification" and not self.label_names:
             if samples:
-                raise ConfigError(
-                    "the device's samples have no labels; name the label column, or set 'label-names'"
-                )
+                raise ConfigError("the device's samples have no labels; name the label column, or set 'label-names'")
             return Examples(kept=(), template_id="none")
         examples = build_examples(
             samples,

@@ -67,9 +67,7 @@ class FlowerProcesses:
     def start(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
         """Start a program in a process group of its own, its output in ``NAME.log``."""
         with (self.home / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen(
-                command, env=self.environment, stdout=log, stderr=log, start_new_session=True
-            )
+            process = subprocess.Popen(command, env=self.environment, stdout=log, stderr=log, start_new_session=True)
         self._running[name] = process
         return process
 

@@ -20,9 +20,7 @@ NAME = "demo"
 def main() -> int:
     """Run the demo; return the exit status of the run."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--output", type=Path, default=ROOT / "outputs" / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
-    )
+    parser.add_argument("--output", type=Path, default=ROOT / "outputs" / f"demo-{time.strftime('%Y%m%d-%H%M%S')}")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a run-config value")
     options = parser.parse_args()
     output: Path = options.output.absolute()

@@ -39,9 +39,7 @@ class RunConfig(BaseModel):
         "flower_plugin.data:bbc_news",
         description="`module:function`, a `.jsonl`, `.csv` or `.parquet` path, or `datasets:NAME`",
     )
-    label_names: str = Field(
-        "", description="Class names, comma-separated; empty: the union of what the devices have"
-    )
+    label_names: str = Field("", description="Class names, comma-separated; empty: the union of what the devices have")
     max_length: int = Field(128, ge=4, le=131_072, description="Tokens a sample; longer texts are truncated")
     template: str = Field("", description="Chat template to use instead of the tokenizer's own")
 
@@ -68,9 +66,7 @@ class RunConfig(BaseModel):
     evaluate_every: int = Field(
         0, ge=0, description="Rounds between evaluations on the devices; 0: before and after training only"
     )
-    refresh_every: int = Field(
-        0, ge=0, description="Rounds between questions for new samples; 0: never after round 1"
-    )
+    refresh_every: int = Field(0, ge=0, description="Rounds between questions for new samples; 0: never after round 1")
 
     reduction: int = Field(8, ge=1, description="Side width = backbone width / reduction")
     side_width: int = Field(0, ge=0, description="Width of the side network; 0: from the reduction")
@@ -94,9 +90,7 @@ class RunConfig(BaseModel):
         "device", description="Whose samples they are: the id a device keeps, or its (authenticated) node id"
     )
 
-    cache_dir: str = Field(
-        "", description="The server's activation cache; empty: `activations` in the plugin's home"
-    )
+    cache_dir: str = Field("", description="The server's activation cache; empty: `activations` in the plugin's home")
     cache_quota_gb: float = Field(20.0, gt=0, description="Largest size of the cache; the oldest samples go")
     output_dir: str = Field("~/flower-plugin-runs", description="Where the server writes what a run gives")
     resume: bool = Field(False, description="Go on from the checkpoint in `output-dir`")
@@ -192,9 +186,7 @@ def parse_run_config(values: Mapping[str, Any]) -> RunConfig:
         return RunConfig.model_validate({key: value for key, value in values.items() if "." not in key})
     except ValidationError as error:
         lines = [_explain(dict(problem)) for problem in error.errors()]
-        raise ConfigError(
-            "The run config cannot be used:\n" + "\n".join(f"  - {line}" for line in lines)
-        ) from None
+        raise ConfigError("The run config cannot be used:\n" + "\n".join(f"  - {line}" for line in lines)) from None
 
 
 def _explain(problem: dict[str, Any]) -> str:

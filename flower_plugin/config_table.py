@@ -16,9 +16,7 @@ def config_table() -> str:
     """The Markdown table of all keys: name, default, meaning."""
     rows = ["| key | default | meaning |", "|---|---|---|"]
     for key, field in zip(known_keys(), RunConfig.model_fields.values(), strict=True):
-        default = (
-            "required" if field.is_required() else f"`{field.default}`" if field.default != "" else "empty"
-        )
+        default = "required" if field.is_required() else f"`{field.default}`" if field.default != "" else "empty"
         choices = getattr(field.annotation, "__args__", None)
         allowed = f" ({', '.join(f'`{choice}`' for choice in choices)})" if choices else ""
         rows.append(f"| `{key}` | {default} | {field.description}{allowed} |")

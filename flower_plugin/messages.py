@@ -79,15 +79,11 @@ class Envelope(BaseModel):
             raise DeviceError(str(fields.get("reason", "no reason given")))
         if kind != cls.__name__ or schema != SCHEMA:
             raise PayloadError(
-                f"expected {cls.__name__} of message version {SCHEMA}, got {kind} of version {schema};"
+                f"expected {cls.__name__} of message version {SCHEMA}, got {kind!r} of version {schema!r};"
                 " install the same flower-plugin on the server and on every device"
             )
-        values: dict[str, Any] = {
-            key: value for key, value in fields.items() if not key.startswith("config.")
-        }
-        config = {
-            key.removeprefix("config."): item for key, item in fields.items() if key.startswith("config.")
-        }
+        values: dict[str, Any] = {key: value for key, value in fields.items() if not key.startswith("config.")}
+        config = {key.removeprefix("config."): item for key, item in fields.items() if key.startswith("config.")}
         if config:
             values["config"] = config
         if cls.array_fields:
@@ -208,8 +204,6 @@ class EvaluateReply(Envelope):
     metric_field: ClassVar[str | None] = "metrics"
 
 
-def instruction(
-    request: Envelope, message_type: str, node_id: int, group: str, ttl: float | None = None
-) -> Message:
+def instruction(request: Envelope, message_type: str, node_id: int, group: str, ttl: float | None = None) -> Message:
     """A Flower message that carries ``request`` to a node; ``ttl`` in seconds, its reply included."""
     return Message(request.to_records(), node_id, message_type, ttl=ttl, group_id=group)

@@ -33,9 +33,7 @@ def load_object(reference: str, key: str) -> Any:
             return getattr(importlib.import_module(name), attribute)
         except ModuleNotFoundError as error:
             if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
-                raise ConfigError(
-                    f"'{key}' = {reference!r}: {name} needs the missing module {error.name}"
-                ) from error
+                raise ConfigError(f"'{key}' = {reference!r}: {name} needs the missing module {error.name}") from error
             problems.append(f"no module {name}")
         except AttributeError:
             problems.append(f"{name} has no {attribute!r}")

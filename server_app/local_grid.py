@@ -95,9 +95,7 @@ class LocalGrid(Grid):
                 break
         return [self._replies.pop(message_id) for message_id in wanted if message_id in self._replies]
 
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Iterable[Message]:
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Run all messages; give up after ``timeout`` seconds and return what is there."""
         waiting = set(self.push_messages(messages))
         deadline = time.monotonic() + (timeout if timeout is not None else float("inf"))

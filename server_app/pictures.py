@@ -64,9 +64,7 @@ def _bytes(axes: Axes, summary: Mapping[str, Any]) -> None:
 
 def _device_time(axes: Axes, epochs: Sequence[Event]) -> None:
     rounds = [event["round"] for event in epochs]
-    axes.bar(
-        rounds, [event["device_seconds"] for event in epochs], color=DEVICE, label="all devices together"
-    )
+    axes.bar(rounds, [event["device_seconds"] for event in epochs], color=DEVICE, label="all devices together")
     axes.plot(rounds, [event["seconds"] for event in epochs], color=SERVER, label="server")
     axes.set(xlabel="epoch", ylabel="seconds", title="Who works when")
     axes.legend()

@@ -106,8 +106,6 @@ def _stopped_run(parent: Path, config: RunConfig) -> RunFolder:
     now = config.model_dump(mode="json")
     changed = [key for key in now if key not in MAY_CHANGE and before.get(key) != now[key]]
     if changed:
-        listing = ", ".join(
-            f"{key.replace('_', '-')}: {before.get(key)!r} -> {now[key]!r}" for key in changed
-        )
+        listing = ", ".join(f"{key.replace('_', '-')}: {before.get(key)!r} -> {now[key]!r}" for key in changed)
         raise ConfigError(f"{runs[-1].name} cannot be resumed with another config ({listing})")
     return RunFolder(runs[-1])

@@ -101,7 +101,7 @@ class EcoMobiLLM(Strategy):
             return None
         self.observe("evaluation", {"round": server_round, "devices": len(answers), **means})
         log(INFO, "Evaluation on the devices: accuracy %.3f, loss %.3f", means["accuracy"], means["loss"])
-        return MetricRecord(means)
+        return MetricRecord({**means})
 
     def start(
         self,

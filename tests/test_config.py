@@ -79,9 +79,7 @@ class TestReferences:
 
         assert load_object("strategies:EcoMobiLLM", "strategy").__name__ == EcoMobiLLM.__name__
 
-    @pytest.mark.parametrize(
-        "reference", ["strategies", "strategies:", ":x", "no.such.module:x", "strategies:Nothing"]
-    )
+    @pytest.mark.parametrize("reference", ["strategies", "strategies:", ":x", "no.such.module:x", "strategies:Nothing"])
     def test_what_cannot_be_found_names_the_key(self, reference):
         with pytest.raises(ConfigError, match="'strategy'"):
             load_object(reference, "strategy")

@@ -49,9 +49,7 @@ REPLY = ActivationReply(
         PROFILE,
         ActivationRequest(config=CONFIG, fingerprint="f", taps=(0, 2), label_names=(), wanted=(b"1" * 16,)),
         REPLY,
-        EvaluateRequest(
-            config=CONFIG, fingerprint="f", taps=(1,), label_names=("a",), network=np.ones(3, np.uint8)
-        ),
+        EvaluateRequest(config=CONFIG, fingerprint="f", taps=(1,), label_names=("a",), network=np.ones(3, np.uint8)),
         EvaluateReply(tenant="t", metrics={"loss": 0.5}),
         HeadReply(head=np.ones(3, np.uint8)),
     ],

@@ -62,9 +62,7 @@ class LoraModel(nn.Module):
         super().__init__()
         leaves = {name.rsplit(".", 1)[-1] for name, _ in backbone.model.named_modules()}
         targets = next(names for names in TARGETS if leaves.issuperset(names))
-        config = LoraConfig(
-            r=recipe.rank, lora_alpha=recipe.alpha, lora_dropout=recipe.dropout, target_modules=targets
-        )
+        config = LoraConfig(r=recipe.rank, lora_alpha=recipe.alpha, lora_dropout=recipe.dropout, target_modules=targets)
         self.body: Any = get_peft_model(backbone.model, config)
         self.classifier = nn.Linear(backbone.hidden_size, num_labels) if num_labels else None
         self.pad_id = pad_id(backbone)
@@ -142,9 +140,7 @@ def evaluate(model: LoraModel, examples: Sequence[Example]) -> dict[str, float]:
     return {"loss": loss / count, "accuracy": right / count, "num-examples": float(count)}
 
 
-def lora_app(
-    model: LoraModel, phones: Mapping[int, PhoneExamples], recipe: LoraRecipe, seed: int
-) -> ClientApp:
+def lora_app(model: LoraModel, phones: Mapping[int, PhoneExamples], recipe: LoraRecipe, seed: int) -> ClientApp:
     """The phones' app. All phones of a process share one model in memory, and each sets its weights first."""
     app = ClientApp()
 

@@ -84,9 +84,7 @@ def shards(folder: Path) -> list[Path]:
         index = folder / f"{single}.index.json"
         if index.is_file():
             return _indexed(folder, index)
-    raise BackboneError(
-        f"{folder} holds no weights: it needs model.safetensors or pytorch_model.bin, or their shards"
-    )
+    raise BackboneError(f"{folder} holds no weights: it needs model.safetensors or pytorch_model.bin, or their shards")
 
 
 def _indexed(folder: Path, index: Path) -> list[Path]:

@@ -42,8 +42,7 @@ def converted_folder(file: Path, cache_folder: Path | None = None) -> Path:
                     _convert(file, half_done)
     except OSError as error:
         raise BackboneError(
-            f"{file} could not be converted into {target}: {error}. Give another cache folder"
-            " or make room there."
+            f"{file} could not be converted into {target}: {error}. Give another cache folder or make room there."
         ) from error
     return target
 
@@ -62,9 +61,7 @@ def _convert(file: Path, target: Path) -> None:
     except OSError:
         raise
     except Exception as error:  # the readers of the many architectures raise errors of all kinds
-        raise BackboneError(
-            f"{file} is no GGUF language model that transformers can read: {error}"
-        ) from error
+        raise BackboneError(f"{file} is no GGUF language model that transformers can read: {error}") from error
     # A model that came from GGUF refuses to be saved, so its tensors move to a plain one of the same config.
     settings = quantised.config.to_dict()
     settings.pop("quantization_config", None)

@@ -84,9 +84,7 @@ class BackboneHead(nn.Module):
 
     def to_bytes(self) -> bytes:
         """Return the head as safetensors bytes, the config as JSON in their metadata."""
-        tensors = {
-            name: value.detach().contiguous() for name, value in zip(self.names, self.tensors, strict=True)
-        }
+        tensors = {name: value.detach().contiguous() for name, value in zip(self.names, self.tensors, strict=True)}
         return save(tensors, {"format": _FORMAT, "config": self.config.to_json_string(use_diff=False)})
 
     @classmethod
@@ -128,9 +126,7 @@ def load_head(
     model, layout = build_skeleton(config, AutoModelForCausalLM)
     wanted = head_tensors(model, layout)
     checkpoint = Checkpoint(folder)
-    places = {
-        name: _place(checkpoint.names(), tied, model.base_model_prefix) for name, tied in wanted.items()
-    }
+    places = {name: _place(checkpoint.names(), tied, model.base_model_prefix) for name, tied in wanted.items()}
     if all(places.values()):
         tensors = {name: checkpoint.tensor(place) for name, place in places.items()}
     else:

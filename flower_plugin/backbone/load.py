@@ -96,12 +96,12 @@ def load_config(folder: Path, gguf_file: str | None = None) -> PretrainedConfig:
 def _without_progress_bars() -> Iterator[None]:
     """Loading a phone-sized model takes a second; its progress bars would only litter a federation's log."""
     shown = is_progress_bar_enabled()
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         if shown:
-            enable_progress_bar()
+            enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _load_model(folder: Path, config: PretrainedConfig, task: Task, dtype: torch.dtype) -> PreTrainedModel:
@@ -117,9 +117,7 @@ def _load_model(folder: Path, config: PretrainedConfig, task: Task, dtype: torch
                 output_loading_info=True,
             )
     except Exception as error:  # loading a broken checkpoint raises errors of many libraries
-        raise BackboneError(
-            f"the model in {folder} cannot be loaded for {task}: {_first_line(error)}"
-        ) from error
+        raise BackboneError(f"the model in {folder} cannot be loaded for {task}: {_first_line(error)}") from error
     # A base model's pooler is not used here, and many checkpoints lack it.
     missing = sorted(name for name in report["missing_keys"] if "pooler" not in name)
     if missing:

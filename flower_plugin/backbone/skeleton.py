@@ -117,7 +117,5 @@ class _Touched(TorchFunctionMode):
     ) -> Any:
         # Reading a tensor's dtype or shape does not need its values.
         if self.recording and getattr(func, "__name__", "") != "__get__":
-            self.tensors.update(
-                id(value) for value in (*args, *(kwargs or {}).values()) if isinstance(value, Tensor)
-            )
+            self.tensors.update(id(value) for value in (*args, *(kwargs or {}).values()) if isinstance(value, Tensor))
         return func(*args, **(kwargs or {}))

@@ -50,9 +50,7 @@ def resolve(spec: str) -> BackboneSource:
         The path, the package or the form of the spec is wrong.
     """
     if not spec.strip():
-        raise BackboneError(
-            "the backbone is empty: name a hub id, a folder, a .gguf file or 'package:PKG/folder'"
-        )
+        raise BackboneError("the backbone is empty: name a hub id, a folder, a .gguf file or 'package:PKG/folder'")
     if spec.startswith("package:"):
         return _local(spec, _package_path(spec))
     path = Path(spec).expanduser()
@@ -87,18 +85,14 @@ def _local(spec: str, path: Path) -> BackboneSource:
     if path.is_dir():
         if not (path / "config.json").is_file():
             found = sorted(file.name for file in path.glob("*.gguf"))
-            advice = (
-                f"name its GGUF file: {', '.join(found)}" if found else "give the folder of save_pretrained()"
-            )
+            advice = f"name its GGUF file: {', '.join(found)}" if found else "give the folder of save_pretrained()"
             raise BackboneError(f"backbone {spec!r}: the folder {path} has no config.json; {advice}")
         return BackboneSource(spec, folder=path)
     if path.suffix != ".gguf":
         raise BackboneError(f"backbone {spec!r}: {path} is neither a folder nor a .gguf file")
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
-            raise BackboneError(
-                f"backbone {spec!r}: {path} is not a GGUF file (it does not start with 'GGUF')"
-            )
+            raise BackboneError(f"backbone {spec!r}: {path} is not a GGUF file (it does not start with 'GGUF')")
     return BackboneSource(spec, folder=path.parent, gguf_file=path.name)
 
 
@@ -108,9 +102,7 @@ def _package_path(spec: str) -> Path:
         raise BackboneError(f"backbone {spec!r}: give 'package:PKG/folder' with the package's import name")
     found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
-        raise BackboneError(
-            f"backbone {spec!r}: the package {package!r} is not installed (pip install it first)"
-        )
+        raise BackboneError(f"backbone {spec!r}: the package {package!r} is not installed (pip install it first)")
     roots = [Path(root).resolve() for root in found.submodule_search_locations]
     for root in roots:
         path = (root / inside).resolve()

@@ -51,9 +51,7 @@ class Backbone:
         self._split_checked = False
 
     @classmethod
-    def from_model(
-        cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, task: Task
-    ) -> Self:
+    def from_model(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, task: Task) -> Self:
         """View a model in memory; puts it in eval mode and freezes it (unfreeze afterwards what is to train).
 
         Raises
@@ -107,9 +105,7 @@ class Backbone:
         return next(self.model.parameters()).device
 
     @torch.no_grad()
-    def forward_taps(
-        self, inputs: Inputs, taps: Sequence[int], gather: Callable[[Tensor], Tensor]
-    ) -> list[Tensor]:
+    def forward_taps(self, inputs: Inputs, taps: Sequence[int], gather: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """Run the frozen model and keep, at each tap, only what ``gather`` takes from the hidden states.
 
         Parameters
@@ -149,9 +145,7 @@ class Backbone:
         if finished and final is not None:
             kept.append(gather(final))
         if len(kept) != len(taps):
-            raise BackboneError(
-                f"{len(kept)} of {len(taps)} taps fired: {type(self.model).__name__} left out blocks"
-            )
+            raise BackboneError(f"{len(kept)} of {len(taps)} taps fired: {type(self.model).__name__} left out blocks")
         return kept
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -193,13 +187,9 @@ class Backbone:
             The range is wrong, or this family's blocks need more than the hidden states of the one before.
         """
         if not 0 <= lo < hi <= self.num_blocks:
-            raise BackboneError(
-                f"blocks {lo} to {hi} of {self.num_blocks}: give 0 <= lo < hi <= {self.num_blocks}"
-            )
+            raise BackboneError(f"blocks {lo} to {hi} of {self.num_blocks}: give 0 <= lo < hi <= {self.num_blocks}")
         if lo > 0 and hidden is None:
-            raise BackboneError(
-                f"a stage that starts at block {lo} needs the hidden states of block {lo - 1}"
-            )
+            raise BackboneError(f"a stage that starts at block {lo} needs the hidden states of block {lo - 1}")
         if self.model.training and getattr(self.model, "is_gradient_checkpointing", False):
             raise BackboneError("a stage cannot run with gradient checkpointing: switch it off on the model")
         if not self._split_checked and self.num_blocks > 1:
@@ -235,9 +225,7 @@ class Backbone:
 
         final = self._run(inputs, step)
         if not reached:
-            raise BackboneError(
-                f"block {hi - 1} was not reached: {type(self.model).__name__} left out blocks"
-            )
+            raise BackboneError(f"block {hi - 1} was not reached: {type(self.model).__name__} left out blocks")
         return final if finished and final is not None else reached[0]
 
     def _run(self, inputs: Inputs, handler: Callable[[int, BlockCall], Any]) -> Tensor | None:
@@ -251,9 +239,7 @@ class Backbone:
     def _check_taps(self, taps: Sequence[int]) -> None:
         ascending = all(a < b for a, b in itertools.pairwise(taps))
         if not taps or not ascending or taps[0] < 0 or taps[-1] >= self.num_blocks:
-            raise BackboneError(
-                f"taps {list(taps)}: give ascending block indices from 0 to {self.num_blocks - 1}"
-            )
+            raise BackboneError(f"taps {list(taps)}: give ascending block indices from 0 to {self.num_blocks - 1}")
 
     @torch.no_grad()
     def _check_split(self) -> None:

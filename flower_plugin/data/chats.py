@@ -52,9 +52,7 @@ def chitchat(partition_id: int, num_partitions: int, options: Options) -> Client
     senders = _ranked(pairs)
     rank = read_count(options, "sender-offset") + partition_id
     if rank >= len(senders):
-        raise ConfigError(
-            f"sender-offset + partition-id = {rank}: there are {len(senders)} senders, ranked from 0"
-        )
+        raise ConfigError(f"sender-offset + partition-id = {rank}: there are {len(senders)} senders, ranked from 0")
     talks = [[Sample(prompt=a, response=b) for a, b in talk] for talk in pairs[senders[rank].name]]
     train, test = _hold_out(talks, split, rank)
     return capped(train, test, own_limits(split, partition_id, num_partitions))
@@ -103,9 +101,7 @@ def _read_pairs() -> Pairs:
             for sender, found in _talk_pairs(talks[name]["messages"]).items():
                 pairs[sender].append(found)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(
-            f"{path} is not the chitchat data set ({error!r}); install chitchat-dataset==0.9.0"
-        ) from error
+        raise DataError(f"{path} is not the chitchat data set ({error!r}); install chitchat-dataset==0.9.0") from error
     return dict(pairs)
 
 

@@ -53,8 +53,7 @@ def _load(name: str, config: str) -> Any:
         from datasets import load_dataset
     except ImportError as error:
         raise DataError(
-            f"the data set {name!r} needs the package datasets; "
-            'install it with: pip install "flower-plugin[datasets]"'
+            f'the data set {name!r} needs the package datasets; install it with: pip install "flower-plugin[datasets]"'
         ) from error
     try:
         return load_dataset(name, config or None)
@@ -96,9 +95,7 @@ def _part(
     return mine
 
 
-def _samples(
-    rows: Any, indices: Indices, columns: Columns, rename: Callable[[Any], Any], name: str
-) -> list[Sample]:
+def _samples(rows: Any, indices: Indices, columns: Columns, rename: Callable[[Any], Any], name: str) -> list[Sample]:
     """Read only the chosen rows of the (memory-mapped) table."""
     samples = []
     for index, row in zip(indices.tolist(), rows.select(indices.tolist()), strict=True):

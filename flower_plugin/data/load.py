@@ -87,8 +87,7 @@ def _as_client_data(result: object, reference: str, options: Options) -> ClientD
         return result
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise DataError(
-            f"data = {reference!r} must return ClientData or a pair (train, test), "
-            f"not {type(result).__name__}"
+            f"data = {reference!r} must return ClientData or a pair (train, test), not {type(result).__name__}"
         )
     train, test = (
         _as_samples(part, f"{reference} ({name})", options)

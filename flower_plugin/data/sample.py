@@ -42,9 +42,7 @@ class Sample:
             raise DataError(f"a sample has a {given} but no {other}; give both or neither")
         forms = [self.text is not None, self.prompt is not None, self.messages is not None]
         if sum(forms) != 1:
-            raise DataError(
-                f"a sample needs one of: text, prompt + response, messages; {sum(forms)} of them are given"
-            )
+            raise DataError(f"a sample needs one of: text, prompt + response, messages; {sum(forms)} of them are given")
 
     def is_empty(self) -> bool:
         """Whether nothing but white space could be learnt from."""

@@ -103,9 +103,7 @@ def open_tables(path: Path, map_size: int) -> Tables:
             if found is None:
                 txn.put(b"version", _VERSION, db=tables.meta)
             elif found != _VERSION:
-                raise CacheError(
-                    f"the cache {path} has layout {found!r}, not {_VERSION!r}; delete the folder"
-                )
+                raise CacheError(f"the cache {path} has layout {found!r}, not {_VERSION!r}; delete the folder")
         # A reader that was killed would otherwise keep freed pages from being used again.
         env.reader_check()
     except BaseException:

@@ -179,9 +179,7 @@ def join_records(parts: Sequence[Parts]) -> Batch:
     """
     sizes = {part[1] for part in parts}
     if len(sizes) > 1:
-        raise CacheError(
-            f"samples of different taps, codec or width in one batch: rows of {sorted(sizes)} bytes"
-        )
+        raise CacheError(f"samples of different taps, codec or width in one batch: rows of {sorted(sizes)} bytes")
     rows = np.frombuffer(bytearray().join([part[3] for part in parts]), np.uint8)
     targets = np.frombuffer(bytearray().join([part[2] for part in parts]), "<i4").astype(np.int32, copy=False)
     tokens = np.array([part[0] for part in parts], np.int32)

@@ -117,9 +117,7 @@ class Store:
             except lmdb.MapFullError:
                 # Pages in use by a reader, or free ones too scattered for a large record: free some more.
                 self.tables.env.reader_check()
-        raise CacheError(
-            f"the cache {self._path} is full and cannot make room for {need} bytes; raise its quota"
-        )
+        raise CacheError(f"the cache {self._path} is full and cannot make room for {need} bytes; raise its quota")
 
     def remove(self, pick: Callable[[Writer, int], list[bytes]]) -> int:
         """Remove what ``pick`` names, in transactions of few samples, until it names none; how many."""

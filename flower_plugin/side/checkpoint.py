@@ -17,7 +17,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def save_checkpoint(trainer: Trainer, path: Path) -> None:
-    """Write network, optimizer moments, place in the schedule, best weights and history; whole or not at all.
+    """Write network, optimizer moments, place in the schedule, and best weights; whole or not at all.
 
     Raises
     ------
@@ -29,7 +29,7 @@ def save_checkpoint(trainer: Trainer, path: Path) -> None:
         "format": FORMAT,
         "network": trainer.network.config.to_dict(),
         "training": asdict(trainer.config),
-        "epoch": trainer.epoch,
+        "place": [trainer.epoch, trainer.shifts, trainer.progress],
         "best": None if best is None else [best.epoch, best.loss, best.accuracy],
     }
     tensors = _named("network", dict(trainer.network.state_dict()))
@@ -39,18 +39,10 @@ def save_checkpoint(trainer: Trainer, path: Path) -> None:
         moments = trainer.optimizer.state.get(parameter, {})
         tensors |= {f"{moment}/{name}": moments[moment] for moment in MOMENTS if moment in moments}
     data = pack_tensors(tensors, facts)
-    draft = path.with_name(path.name + ".new")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with draft.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
+        _write_whole(path, data)
     except OSError as error:
-        raise CacheError(
-            f"the checkpoint {path} cannot be written: {error}; the one before is intact"
-        ) from error
+        raise CacheError(f"the checkpoint {path} cannot be written: {error}; the one before is intact") from error
 
 
 def load_checkpoint(trainer: Trainer, path: Path) -> None:
@@ -80,21 +72,36 @@ def _check_same_run(trainer: Trainer, facts: dict[str, Any]) -> None:
 
 def _restore(trainer: Trainer, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
     trainer.network.load_state_dict(_part("network", tensors))
-    trainer.averaged = {
-        name: tensor.to(trainer.device) for name, tensor in _part("averaged", tensors).items()
-    }
+    trainer.averaged = {name: tensor.to(trainer.device) for name, tensor in _part("averaged", tensors).items()}
     for name, parameter in trainer.network.named_parameters():
         moments = {moment: tensors[f"{moment}/{name}"] for moment in MOMENTS if f"{moment}/{name}" in tensors}
+        if any(moments[moment].shape != parameter.shape for moment in moments if moment != "step"):
+            raise PayloadError(f"the moments of {name!r} have another shape than it has")
         if moments:
-            moved = {
-                key: tensor if key == "step" else tensor.to(trainer.device) for key, tensor in moments.items()
+            trainer.optimizer.state[parameter] = {
+                moment: tensor.to(trainer.device) for moment, tensor in moments.items()
             }
-            trainer.optimizer.state[parameter] = moved
     if facts["best"] is not None:
         epoch, loss, accuracy = facts["best"]
         trainer.best = Snapshot(int(epoch), float(loss), float(accuracy), _part("best", tensors))
-    trainer.epoch = int(facts["epoch"])
-    trainer.progress = float(trainer.epoch)
+    epoch, shifts, progress = facts["place"]
+    trainer.epoch, trainer.shifts, trainer.progress = int(epoch), int(shifts), float(progress)
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """Replace a file in one step that outlives a power cut: temporary file, sync, rename, sync of the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".new")
+    with draft.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def _named(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -192,9 +192,7 @@ class NormalFloat4(Codec):
         return -(-width // self.block)
 
 
-_CODECS: dict[str, Codec] = {
-    codec.name: codec for codec in (Float32(), Float16(), BFloat16(), Int8(), NormalFloat4())
-}
+_CODECS: dict[str, Codec] = {codec.name: codec for codec in (Float32(), Float16(), BFloat16(), Int8(), NormalFloat4())}
 
 
 def codec_names() -> tuple[str, ...]:
@@ -242,9 +240,7 @@ def decode_states(codec: Codec, rows: Tensor, taps: int, width: int) -> Tensor:
 def _checked(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rows as float32 and the largest magnitude of each, [rows]; refuses what is not finite."""
     if x.ndim != 2 or x.shape[1] < 1 or not x.is_floating_point():
-        raise PayloadError(
-            f"a codec encodes float rows [rows, width >= 1]; got {x.dtype} of shape {tuple(x.shape)}"
-        )
+        raise PayloadError(f"a codec encodes float rows [rows, width >= 1]; got {x.dtype} of shape {tuple(x.shape)}")
     x = x.detach().float()
     absmax = x.abs().amax(1)
     bad = ~torch.isfinite(absmax)
@@ -255,6 +251,4 @@ def _checked(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _check_rows(rows: Tensor, size: int, name: str) -> None:
     if rows.dtype != torch.uint8 or rows.ndim != 2 or rows.shape[1] != size:
-        raise PayloadError(
-            f"{name} rows must be uint8 [rows, {size}]; got {rows.dtype} of shape {tuple(rows.shape)}"
-        )
+        raise PayloadError(f"{name} rows must be uint8 [rows, {size}]; got {rows.dtype} of shape {tuple(rows.shape)}")

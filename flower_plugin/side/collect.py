@@ -71,11 +71,7 @@ def fit_budget(
     A sample that is larger than the whole budget can never be sent; it is in neither part.
     """
     sizes = [encoded_bytes(example, rule, hidden_size) for example in examples]
-    sendable = [
-        (example, size)
-        for example, size in zip(examples, sizes, strict=True)
-        if size + HEADER_BYTES <= budget
-    ]
+    sendable = [(example, size) for example, size in zip(examples, sizes, strict=True) if size + HEADER_BYTES <= budget]
     used, taken = HEADER_BYTES, 0
     for _, size in sendable:
         if used + size > budget:
@@ -140,20 +136,14 @@ def collect(
 def _forward(backbone: Backbone, batch: Sequence[Example], rule: TapRule) -> list[torch.Tensor | None]:
     """Encoded rows uint8 [tokens * taps, row bytes] of each sample; None where they are not finite."""
     padded = collate(batch, pad_id(backbone), "right")
-    states = torch.stack(
-        backbone.forward_taps(padded.inputs, rule.taps, make_gather(rule.token_rule, padded)), 1
-    )
-    tokens = list(padded.tokens_per_example)
-    finite = (
-        [bool(part.isfinite().all()) for part in states.split(tokens)] if not _all_finite(states) else None
-    )
-    if finite is not None:
+    states = torch.stack(backbone.forward_taps(padded.inputs, rule.taps, make_gather(rule.token_rule, padded)), 1)
+    good = _finite_samples(states, padded.tokens_per_example)
+    if not all(good):
         states = states.nan_to_num(0.0, 0.0, 0.0)
     encoded = rule.codec.encode(states.flatten(0, 1)).cpu()
-    parts = encoded.split([count * len(rule.taps) for count in tokens])
-    if finite is None:
-        return list(parts)
-    return [part if good else None for part, good in zip(parts, finite, strict=True)]
+    sizes = [count * len(rule.taps) for count in padded.tokens_per_example]
+    parts = torch.split(encoded, sizes)
+    return [part if fine else None for part, fine in zip(parts, good, strict=True)]
 
 
 def pad_id(backbone: Backbone) -> int:
@@ -162,6 +152,10 @@ def pad_id(backbone: Backbone) -> int:
     return int(found) if found is not None else 0
 
 
-def _all_finite(states: torch.Tensor) -> bool:
-    # A sum is finite unless a value is not (or it overflows, which the careful check then settles).
-    return bool(states.sum().isfinite())
+def _finite_samples(states: torch.Tensor, tokens: Sequence[int]) -> list[bool]:
+    # A sum is finite unless a value is not, or it overflows, which the careful look then settles.
+    if bool(states.sum().isfinite()):
+        return [True] * len(tokens)
+    ends = torch.tensor(tokens).cumsum(0).tolist()
+    rows = states.flatten(1).isfinite().all(dim=1)
+    return [bool(rows[end - count : end].all()) for count, end in zip(tokens, ends, strict=True)]

@@ -179,9 +179,7 @@ def build_examples(
     )
 
 
-def length_buckets(
-    examples: Sequence[Example], batch_size: int, max_tokens: int | None = None
-) -> list[list[int]]:
+def length_buckets(examples: Sequence[Example], batch_size: int, max_tokens: int | None = None) -> list[list[int]]:
     """Group examples of like length, so that batches waste little on padding.
 
     Returns lists of indices, each index once, longest examples first (the peak of memory comes at once). A
@@ -201,9 +199,7 @@ def length_buckets(
     return buckets
 
 
-def collate(
-    examples: Sequence[Example], pad_id: int, padding_side: Literal["left", "right"] = "right"
-) -> Collated:
+def collate(examples: Sequence[Example], pad_id: int, padding_side: Literal["left", "right"] = "right") -> Collated:
     """Pad examples to the longest of them and locate their loss positions in the padded batch."""
     if padding_side not in ("left", "right"):
         raise ConfigError(f'padding side {padding_side!r}: use "left" or "right"')
@@ -272,9 +268,7 @@ def _example(digest: bytes, item: Tokenised, label: int | None) -> Example | Non
     return Example(digest, read, positions, item.input_ids[positions + 1], item.truncated)
 
 
-def _check(
-    task: str, label_names: Sequence[str] | None, max_length: int, key: bytes, template: str | None
-) -> None:
+def _check(task: str, label_names: Sequence[str] | None, max_length: int, key: bytes, template: str | None) -> None:
     if task not in ("classification", "causal-lm"):
         raise ConfigError(f"task = {task!r}: allowed are classification, causal-lm")
     if task == "classification" and not label_names:
@@ -286,6 +280,4 @@ def _check(
     if max_length < 4:
         raise ConfigError(f"max-length = {max_length}: at least 4 tokens are needed")
     if len(key) > hashlib.blake2b.MAX_KEY_SIZE:
-        raise ConfigError(
-            f"the digest key has {len(key)} bytes; at most {hashlib.blake2b.MAX_KEY_SIZE} are used"
-        )
+        raise ConfigError(f"the digest key has {len(key)} bytes; at most {hashlib.blake2b.MAX_KEY_SIZE} are used")

@@ -68,9 +68,7 @@ def load_settings(folder: Path) -> SideTunedSettings:
     """
     path = folder / SETTINGS
     if not path.is_file():
-        raise ConfigError(
-            f"{folder} holds no side network: {SETTINGS} is missing; give a folder that a run wrote"
-        )
+        raise ConfigError(f"{folder} holds no side network: {SETTINGS} is missing; give a folder that a run wrote")
     try:
         return SideTunedSettings.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:

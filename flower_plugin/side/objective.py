@@ -26,9 +26,7 @@ class Objective:
         self._head = head
         self._config = config
 
-    def backward(
-        self, network: Callable[[Tensor], Tensor], states: Tensor, targets: Tensor
-    ) -> tuple[float, int]:
+    def backward(self, network: Callable[[Tensor], Tensor], states: Tensor, targets: Tensor) -> tuple[float, int]:
         """Backpropagate the mean loss of a batch; return it with the number of right answers."""
         if self._head is None:
             return self._backward_classifier(network, states, targets)

@@ -88,9 +88,7 @@ def fill(network: SideNetwork, tensors: Mapping[str, Tensor]) -> None:
     found = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     if expected != found:
         wrong = sorted(set(expected.items()) ^ set(found.items()), key=str)
-        raise PayloadError(
-            f"the tensors do not fit the config: {wrong[0][0]!r} is missing, unknown or misshapen"
-        )
+        raise PayloadError(f"the tensors do not fit the config: {wrong[0][0]!r} is missing, unknown or misshapen")
     bad = [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]
     if bad:
         raise PayloadError(f"{bad[0]!r} holds NaN or infinity")

@@ -78,9 +78,7 @@ class Shipment:
         found = (self.tokens.shape, self.targets.shape, self.rows.shape, self.rows.dtype)
         wanted = ((len(self.digests),), (total,), (total, row), np.dtype(np.uint8))
         if found != wanted:
-            raise PayloadError(
-                f"shipment: tokens, targets and rows have shapes {found}; they must be {wanted}"
-            )
+            raise PayloadError(f"shipment: tokens, targets and rows have shapes {found}; they must be {wanted}")
         if any(len(digest) != DIGEST_BYTES for digest in self.digests) or len(self.namespace) != DIGEST_BYTES:
             raise PayloadError(f"shipment: a digest or the namespace is not {DIGEST_BYTES} bytes long")
         if len(set(self.digests)) != len(self.digests):
@@ -123,9 +121,7 @@ def make_shipment(
                 f"sample {digest.hex()} has {part.numel()} {part.dtype} values for {len(target)} tokens; "
                 f"they must be {size} bytes a token"
             )
-    joined = (
-        torch.cat([part.reshape(-1).cpu() for part in rows]) if rows else torch.empty(0, dtype=torch.uint8)
-    )
+    joined = torch.cat([part.reshape(-1).cpu() for part in rows]) if rows else torch.empty(0, dtype=torch.uint8)
     return Shipment(
         codec=codec.name,
         taps=taps,
@@ -210,9 +206,7 @@ def unpack(
     row = taps * get_codec(codec).row_bytes(width)
     wanted = samples * (DIGEST_BYTES + 4) + total * 4
     _refuse_if(len(body) != wanted, f"the index holds {len(body)} bytes for counts that need {wanted}")
-    _refuse_if(
-        len(payload) != total * row, f"the payload holds {len(payload)} bytes, not {total} rows of {row}"
-    )
+    _refuse_if(len(payload) != total * row, f"the payload holds {len(payload)} bytes, not {total} rows of {row}")
     found = index[_HEADER.size : HEADER_BYTES].tobytes()
     _refuse_if(
         found != _checksum(header, body.data, payload.data),
@@ -226,13 +220,9 @@ def unpack(
 
 
 def _read_header(header: bytes, agreed: tuple[str, bytes, int, int], payload_bytes: int) -> tuple[int, int]:
-    magic, version, flags, codec, namespace, taps, width, samples, total, payload_size = _HEADER.unpack(
-        header
-    )
+    magic, version, flags, codec, namespace, taps, width, samples, total, payload_size = _HEADER.unpack(header)
     _refuse_if(magic != _MAGIC, "the index does not start like one")
-    _refuse_if(
-        (version, flags) != (_VERSION, 0), f"layout version {version}.{flags}; this side reads {_VERSION}.0"
-    )
+    _refuse_if((version, flags) != (_VERSION, 0), f"layout version {version}.{flags}; this side reads {_VERSION}.0")
     found = (codec.rstrip(b"\0").decode("ascii", "replace"), namespace, taps, width)
     for name, is_so, should_be in zip(("codec", "namespace", "taps", "width"), found, agreed, strict=True):
         _refuse_if(is_so != should_be, f"its {name} is {is_so!r}; agreed was {should_be!r}")
@@ -250,9 +240,7 @@ def _read_body(
     digests = tuple(flat[at : at + DIGEST_BYTES] for at in range(0, len(flat), DIGEST_BYTES))
     counts = body[len(flat) : len(flat) + samples * 4].view("<u4")
     targets = body[len(flat) + samples * 4 :].view("<i4").astype(np.int32)
-    _refuse_if(
-        int(counts.sum(dtype=np.uint64)) != total, f"its tokens a sample do not add up to its {total} tokens"
-    )
+    _refuse_if(int(counts.sum(dtype=np.uint64)) != total, f"its tokens a sample do not add up to its {total} tokens")
     outside = np.flatnonzero((targets < 0) | (targets >= target_limit))
     if outside.size:
         at = int(outside[0])

@@ -101,7 +101,8 @@ class SideTunedModel(nn.Module):
         if self.settings.task != "causal-lm":
             raise ConfigError("a classifier does not generate; use forward(**inputs).logits")
         with self._beside():
-            return self.backbone.generate(*args, **kwargs)
+            generate: Any = self._view.model.generate
+            return generate(*args, **kwargs)
 
     def _classify(self, labels: Tensor | None, inputs: dict[str, Any]) -> ClassifierOutput:
         mask = inputs.get("attention_mask")

@@ -87,9 +87,7 @@ def _whole_text(sample: Sample) -> str:
     return sample.text if sample.text is not None else sample.prompt or ""
 
 
-def _was_cut(
-    encoded: Any, texts: list[str], pairs: list[str] | None, tokenizer: Any, max_length: int
-) -> list[bool]:
+def _was_cut(encoded: Any, texts: list[str], pairs: list[str] | None, tokenizer: Any, max_length: int) -> list[bool]:
     if encoded.encodings is not None:
         return [bool(encoding.overflowing) for encoding in encoded.encodings]
     # A tokenizer in Python keeps no overflow: look at the full lengths.
@@ -143,9 +141,7 @@ def _in_spans(
     return marked
 
 
-def _with_end(
-    ids: Ints, loss: NDArray[np.bool_], layout: Layout, tokenizer: Any
-) -> tuple[Ints, NDArray[np.bool_]]:
+def _with_end(ids: Ints, loss: NDArray[np.bool_], layout: Layout, tokenizer: Any) -> tuple[Ints, NDArray[np.bool_]]:
     """End a plainly joined pair by the end-of-sequence token, which is to be learnt as well."""
     end = tokenizer.eos_token_id
     if not layout.ends or end is None or not len(ids):

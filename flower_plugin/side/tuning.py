@@ -200,8 +200,8 @@ def _summarise(metrics: Sequence[EpochMetrics], evaluations: Sequence[Evaluation
         samples=sum(part.samples for part in metrics),
         tokens=tokens,
         skipped_steps=sum(part.skipped_steps for part in metrics),
-        seconds=sum(part.seconds for part in (*metrics, *evaluations)),
-        read_seconds=sum(part.read_seconds for part in (*metrics, *evaluations)),
+        seconds=sum(part.seconds for part in metrics) + sum(part.seconds for part in evaluations),
+        read_seconds=sum(part.read_seconds for part in metrics) + sum(part.read_seconds for part in evaluations),
         holdout_loss=mean([(part.loss, part.tokens) for part in evaluations], held) if held else None,
         holdout_accuracy=mean([(part.accuracy, part.tokens) for part in evaluations], held) if held else None,
     )

@@ -109,9 +109,7 @@ def test_fingerprints_do_not_see_shards_or_formats(llama: Path, tmp_path: Path) 
     state = {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}
     torch.save(state, tmp_path / "bin" / "pytorch_model.bin")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
-    assert (
-        fingerprint(str(llama)) == fingerprint(str(tmp_path / "shards")) == fingerprint(str(tmp_path / "bin"))
-    )
+    assert fingerprint(str(llama)) == fingerprint(str(tmp_path / "shards")) == fingerprint(str(tmp_path / "bin"))
     hidden = torch.randn(3, 32)
     assert torch.equal(load_head(str(tmp_path / "bin"))(hidden), load_head(str(llama))(hidden))
 
@@ -237,9 +235,7 @@ def test_models_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BackboneError, match="no blocks were found"):
         Backbone.from_model(SqueezeBertModel(squeezed), None, "classification")
     with pytest.raises(BackboneError, match="token embeddings"):
-        Backbone.from_model(
-            ViTModel(ViTConfig(image_size=32, patch_size=16, **small)), None, "classification"
-        )
+        Backbone.from_model(ViTModel(ViTConfig(image_size=32, patch_size=16, **small)), None, "classification")
     with pytest.raises(BackboneError, match="task 'chess' is unknown"):
         Backbone.from_model(t5, None, "chess")  # type: ignore[arg-type]
 

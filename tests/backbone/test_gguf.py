@@ -95,9 +95,7 @@ def test_two_at_once_convert_once(tiny: Path, tmp_path: Path, monkeypatch: pytes
         (target / "config.json").write_text("{}")
 
     monkeypatch.setattr("flower_plugin.backbone.gguf._convert", convert)
-    (
-        leftover := gguf_place(tiny, tmp_path).with_name(f"{gguf_place(tiny, tmp_path).name}.killed.part")
-    ).mkdir()
+    (leftover := gguf_place(tiny, tmp_path).with_name(f"{gguf_place(tiny, tmp_path).name}.killed.part")).mkdir()
     with ThreadPoolExecutor(3) as pool:
         folders = set(pool.map(lambda _: converted_folder(tiny, tmp_path), range(3)))
     assert len(conversions) == len(folders) == 1

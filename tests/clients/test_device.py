@@ -76,9 +76,7 @@ def test_a_bad_value_in_the_node_config_is_named():
 
 
 def test_data_options_hold_the_users_own_keys():
-    options = data_options(
-        RunConfig(backbone="x"), {"mine.key": 1, "codec": "fp32"}, {"text-column": "review"}
-    )
+    options = data_options(RunConfig(backbone="x"), {"mine.key": 1, "codec": "fp32"}, {"text-column": "review"})
     assert options["mine.key"] == 1
     assert options["text-column"] == "review"
     assert options["codec"] == "int8"

@@ -79,9 +79,7 @@ def test_chitchat_devices_are_the_most_active_senders(monkeypatch):
     (first, second) = load("chitchat", 2, test_fraction=0.3)
     for part, sender in zip((first, second), senders, strict=False):
         total = len(part.train) + len(part.test)
-        assert (
-            0.8 * sender.pairs < total <= sender.pairs
-        )  # training pairs that are held out as well are dropped
+        assert 0.8 * sender.pairs < total <= sender.pairs  # training pairs that are held out as well are dropped
         assert 0.25 < len(part.test) / sender.pairs < 0.4
         assert not set(part.train) & set(part.test)
         assert all(sample.prompt and sample.response for sample in part.train)

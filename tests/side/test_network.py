@@ -62,9 +62,7 @@ def test_every_parameter_learns() -> None:
     for config in (CLASSIFIER, LANGUAGE_MODEL):
         network = stirred(config).train()
         network(states_for(config)).square().sum().backward()
-        still = [
-            name for name, p in network.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0
-        ]
+        still = [name for name, p in network.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
         assert still == []
 
 

@@ -20,9 +20,7 @@ NAMES = codec_names()
 CHECKSUM = slice(HEADER_BYTES - 16, HEADER_BYTES)
 
 
-def example(
-    codec: str = "int8", tokens: tuple[int, ...] = (2, 1, 3), taps: int = 2, width: int = 5
-) -> Shipment:
+def example(codec: str = "int8", tokens: tuple[int, ...] = (2, 1, 3), taps: int = 2, width: int = 5) -> Shipment:
     random = torch.Generator().manual_seed(len(tokens))
     coder = get_codec(codec)
     rows = [coder.encode(torch.randn(count * taps, width, generator=random)) for count in tokens]
@@ -211,6 +209,4 @@ def test_inconsistent_shipments_cannot_be_made() -> None:
         with pytest.raises(PayloadError):
             dataclasses.replace(sent, **changes)  # type: ignore[arg-type]
     with pytest.raises(PayloadError, match="they must be"):
-        make_shipment(
-            get_codec("int8"), 2, 5, [bytes(16)], [torch.zeros(17, dtype=torch.uint8)], [np.zeros(1, int)]
-        )
+        make_shipment(get_codec("int8"), 2, 5, [bytes(16)], [torch.zeros(17, dtype=torch.uint8)], [np.zeros(1, int)])

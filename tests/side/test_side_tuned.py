@@ -110,9 +110,7 @@ def test_a_classifier_does_not_care_about_padding(tmp_path, tiny_bert, batch):
 
 
 def test_a_classifier_does_not_generate(tmp_path, tiny_bert):
-    model = load_side_tuned(
-        str(tiny_bert), export(tmp_path / "s", tiny_bert, "classification", trained=False)
-    )
+    model = load_side_tuned(str(tiny_bert), export(tmp_path / "s", tiny_bert, "classification", trained=False))
     with pytest.raises(ConfigError, match="does not generate"):
         model.generate(torch.tensor([[2, 3]]))
 
@@ -146,8 +144,6 @@ def test_gradients_reach_only_the_side_network(tmp_path, tiny_llama, batch):
 
 
 def test_settings_are_frozen(tmp_path, tiny_bert):
-    model = load_side_tuned(
-        str(tiny_bert), export(tmp_path / "s", tiny_bert, "classification", trained=False)
-    )
+    model = load_side_tuned(str(tiny_bert), export(tmp_path / "s", tiny_bert, "classification", trained=False))
     with pytest.raises((dataclasses.FrozenInstanceError, ValueError)):
         model.settings.task = "causal-lm"

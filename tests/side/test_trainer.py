@@ -86,10 +86,7 @@ def test_every_prefix_holds_each_owners_share_within_one(counts: list[int], rand
 def test_an_epoch_holds_each_sample_once_and_each_batch_its_fair_share(
     counts: list[int], seed: int, epoch: int, batch_size: int
 ) -> None:
-    keys = {
-        f"t{i}": [SampleKey(f"t{i}", bytes([i, j]) * 8) for j in range(count)]
-        for i, count in enumerate(counts)
-    }
+    keys = {f"t{i}": [SampleKey(f"t{i}", bytes([i, j]) * 8) for j in range(count)] for i, count in enumerate(counts)}
     order = epoch_order(keys, seed, epoch)
     assert sorted(order) == sorted(key for theirs in keys.values() for key in theirs)
     batches = even_batches(order, batch_size)
@@ -110,8 +107,7 @@ def test_order_depends_on_seed_and_epoch_but_not_on_arrival_or_names() -> None:
     assert epoch_order(keys, 1, 3) != order
     assert epoch_order(keys, 2, 2) != order
     renamed = {
-        f"{9 - i}": [SampleKey(f"{9 - i}", key.digest) for key in theirs]
-        for i, theirs in enumerate(keys.values())
+        f"{9 - i}": [SampleKey(f"{9 - i}", key.digest) for key in theirs] for i, theirs in enumerate(keys.values())
     }
     assert [key.digest for key in epoch_order(renamed, 1, 2)] == [key.digest for key in order]
 
