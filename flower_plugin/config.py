@@ -47,7 +47,7 @@ class RunConfig(BaseModel):
         "4",
         description="Number of tapped blocks, evenly spaced, or their indices (`1,3,5`; the last is added)",
     )
-    pooling: str = Field("mean+max", description="`cls`, `last`, `mean`, `max`, or several joined by `+`")
+    pooling: str = Field("mean", description="`cls`, `last`, `mean`, `max`, or several joined by `+`")
     codec: Literal["fp32", "fp16", "bf16", "int8", "nf4"] = Field(
         "int8", description="How activations travel and are cached"
     )
@@ -70,13 +70,21 @@ class RunConfig(BaseModel):
 
     reduction: int = Field(8, ge=1, description="Side width = backbone width / reduction")
     side_width: int = Field(0, ge=0, description="Width of the side network; 0: from the reduction")
-    dropout: float = Field(0.1, ge=0, lt=1, description="Dropout in the side network")
-    learning_rate: float = Field(1e-3, gt=0, description="Peak learning rate of AdamW")
+    dropout: float = Field(0.1, ge=0, lt=1, description="Dropout in the side network's stream")
+    input_dropout: float = Field(0.5, ge=0, lt=1, description="Dropout on the normalised taps (classification)")
+    mixup: float = Field(1.0, ge=0, description="Mixing of cached samples, Beta(mixup, mixup); 0: none")
+    learning_rate: float = Field(
+        0.0, ge=0, description="Peak learning rate of AdamW; 0: 3e-4 for classification, 1e-3 for a language model"
+    )
     weight_decay: float = Field(0.01, ge=0, description="Weight decay of AdamW")
     schedule: Literal["cosine", "constant"] = Field("cosine", description="Learning-rate schedule")
     warmup: float = Field(0.05, ge=0, le=1, description="Share of the steps with a rising learning rate")
     clip_norm: float = Field(1.0, gt=0, description="Largest gradient norm")
-    batch_size: int = Field(32, ge=1, description="Samples in one step of the side network")
+    batch_size: int = Field(
+        0,
+        ge=0,
+        description="Samples in one step of the side network; 0: 64 for classification, 16 for a language model",
+    )
     holdout: float = Field(0.1, ge=0, le=0.5, description="Share of training samples that choose the epoch")
     patience: int = Field(0, ge=0, description="Epochs without gain on the holdout before a stop; 0: no stop")
     seed: int = Field(0, ge=0, description="Seed of everything random on the server")

@@ -22,6 +22,8 @@ from flower_plugin.side.tuning import SideTuning
 from .roster import Roster
 
 NO_CHECKPOINT = "none"
+BATCH_SIZES = {"classification": 64, "causal-lm": 16}
+LEARNING_RATES = {"classification": 3e-4, "causal-lm": 1e-3}
 
 
 def server_backbone(config: RunConfig) -> str | None:
@@ -107,11 +109,13 @@ def make_tuning(
         reduction=config.reduction,
         side_width=config.side_width or None,
         dropout=config.dropout,
+        input_dropout=config.input_dropout if config.task == "classification" else 0.0,
     )
     training = TrainConfig(
         epochs=config.num_rounds,
-        batch_size=config.batch_size,
-        learning_rate=config.learning_rate,
+        batch_size=config.batch_size or BATCH_SIZES[config.task],
+        learning_rate=config.learning_rate or LEARNING_RATES[config.task],
+        mixup=config.mixup,
         weight_decay=config.weight_decay,
         clip_norm=config.clip_norm,
         schedule=config.schedule,

@@ -30,11 +30,13 @@ def save_checkpoint(trainer: Trainer, path: Path) -> None:
         "network": trainer.network.config.to_dict(),
         "training": asdict(trainer.config),
         "place": [trainer.epoch, trainer.shifts, trainer.progress],
-        "best": None if best is None else [best.epoch, best.loss, best.accuracy],
+        "best": None if best is None else [best.epoch, best.loss, best.accuracy, best.lowest_loss],
     }
     tensors = _named("network", dict(trainer.network.state_dict()))
     tensors |= _named("averaged", trainer.averaged)
     tensors |= _named("best", {} if best is None else best.weights)
+    if best is not None and best.lowest is not None:
+        tensors["lowest"] = best.lowest
     for name, parameter in trainer.network.named_parameters():
         moments = trainer.optimizer.state.get(parameter, {})
         tensors |= {f"{moment}/{name}": moments[moment] for moment in MOMENTS if moment in moments}
@@ -82,8 +84,15 @@ def _restore(trainer: Trainer, tensors: dict[str, Tensor], facts: dict[str, Any]
                 moment: tensor.to(trainer.device) for moment, tensor in moments.items()
             }
     if facts["best"] is not None:
-        epoch, loss, accuracy = facts["best"]
-        trainer.best = Snapshot(int(epoch), float(loss), float(accuracy), _part("best", tensors))
+        epoch, loss, accuracy, lowest_loss = facts["best"]
+        trainer.best = Snapshot(
+            epoch=int(epoch),
+            loss=float(loss),
+            accuracy=float(accuracy),
+            weights=_part("best", tensors),
+            lowest_loss=float(lowest_loss),
+            lowest=tensors.get("lowest"),
+        )
     epoch, shifts, progress = facts["place"]
     trainer.epoch, trainer.shifts, trainer.progress = int(epoch), int(shifts), float(progress)
 

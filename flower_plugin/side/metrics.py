@@ -1,13 +1,13 @@
 """What training and evaluation report, and the weights that they keep."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss and accuracy over loss tokens, and where the time went (seconds)."""
+    """Mean loss and accuracy over loss tokens, where the time went (seconds), and each token's loss [tokens]."""
 
     loss: float
     accuracy: float
@@ -15,6 +15,7 @@ class Evaluation:
     tokens: int
     seconds: float
     read_seconds: float
+    losses: Tensor | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,17 @@ class EpochMetrics:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Weights worth keeping, the epochs trained until then, and the held-out figures that chose them."""
+    """Weights worth keeping, the epochs trained until then, and the held-out figures that chose them.
+
+    `lowest_loss` and `lowest` are the lowest held-out loss of any epoch and its parts [tokens].
+    """
 
     epoch: int
     loss: float
     accuracy: float
     weights: dict[str, Tensor]
+    lowest_loss: float
+    lowest: Tensor | None
 
 
 @dataclass

@@ -32,14 +32,14 @@ class Objective:
             return self._backward_classifier(network, states, targets)
         return self._backward_language_model(self._head, network(states), targets)
 
-    def score(self, outputs: Tensor, targets: Tensor) -> tuple[float, int]:
-        """Return the mean loss and the number of right answers of a batch, without gradients."""
-        total, correct = 0.0, 0
+    def score(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+        """Return the loss of each token [tokens] and the number of right answers, without gradients."""
+        losses, correct = [], 0
         for rows in self._chunks(len(targets)):
             logits = outputs[rows] if self._head is None else self._head(outputs[rows]).float()
-            total += cross_entropy(logits, targets[rows], reduction="sum").item()
+            losses.append(cross_entropy(logits, targets[rows], reduction="none").cpu())
             correct += _right(logits, targets[rows])
-        return total / len(targets), correct
+        return torch.cat(losses), correct
 
     def _backward_classifier(
         self, network: Callable[[Tensor], Tensor], states: Tensor, targets: Tensor

@@ -123,11 +123,14 @@ class Trainer:
         """Return loss and accuracy of the kept weights (the moving average if there is one) over `keys`."""
         begin = time.perf_counter()
         tally = Tally()
+        losses = [torch.empty(0)]
         self.network.eval()
         with self._kept_weights():
             for batch in even_batches(keys, self.config.batch_size):
                 states, targets = self._read(batch, tally)
-                tally.add(*self._objective.score(self._forward(states), targets), len(targets))
+                each, correct = self._objective.score(self._forward(states), targets)
+                tally.add(each.mean().item(), correct, len(targets))
+                losses.append(each)
         return Evaluation(
             loss=tally.mean_loss,
             accuracy=tally.accuracy,
@@ -135,14 +138,41 @@ class Trainer:
             tokens=tally.tokens,
             seconds=time.perf_counter() - begin,
             read_seconds=tally.read_seconds,
+            losses=torch.cat(losses),
         )
 
     def keep_if_best(self, held_out: Evaluation) -> bool:
-        """Keep the weights as the best snapshot if their held-out loss is the lowest so far."""
-        if not math.isfinite(held_out.loss) or (self.best is not None and held_out.loss >= self.best.loss):
+        """Keep the weights as the best snapshot unless their held-out loss is worse than the lowest so far.
+
+        Worse is: by more than one standard error of the difference, token by token. Among weights that the
+        held-out samples cannot tell apart the newest are kept, as their learning rate had fallen furthest.
+        """
+        if not math.isfinite(held_out.loss) or self._is_worse(held_out):
             return False
-        self.best = Snapshot(self.epoch, held_out.loss, held_out.accuracy, self.kept_state())
+        if self.best is None or held_out.loss < self.best.lowest_loss:
+            lowest_loss, lowest = held_out.loss, held_out.losses
+        else:
+            lowest_loss, lowest = self.best.lowest_loss, self.best.lowest
+        self.best = Snapshot(
+            epoch=self.epoch,
+            loss=held_out.loss,
+            accuracy=held_out.accuracy,
+            weights=self.kept_state(),
+            lowest_loss=lowest_loss,
+            lowest=lowest,
+        )
         return True
+
+    def _is_worse(self, held_out: Evaluation) -> bool:
+        if self.best is None or held_out.loss < self.best.lowest_loss:
+            return False
+        if held_out.losses is None or self.best.lowest is None or len(held_out.losses) < 2:
+            return True
+        if held_out.losses.shape != self.best.lowest.shape:  # held-out samples have come or gone
+            return True
+        difference = held_out.losses - self.best.lowest
+        error = difference.std().item() / math.sqrt(len(difference))
+        return difference.mean().item() > error
 
     @property
     def exhausted(self) -> bool:

@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,17 @@ def wait_until(found: Callable[[], Any], what: str, seconds: float = RUN_SECONDS
     raise AssertionError(f"{what}: not within {seconds:.0f} s")
 
 
+@dataclass(frozen=True)
+class Wiring:
+    """Options that say how SuperLink, connection and SuperNodes trust each other."""
+
+    superlink: Sequence[str] = ("--insecure",)
+    connection: Sequence[str] = ("insecure = true",)
+    device: Callable[[int], Sequence[str]] = lambda device: ("--insecure",)
+
+
 class Loopback:
-    """A SuperLink and three SuperNodes; what devices hold can be changed while they run.
+    """A SuperLink, and SuperNodes to start; what devices hold can be changed while they run.
 
     Parameters
     ----------
@@ -41,16 +51,17 @@ class Loopback:
         Starts and ends the programs.
     folder : Path
         The devices' files.
+    wiring : Wiring
+        How they trust each other.
     """
 
-    def __init__(self, flower: FlowerProcesses, folder: Path) -> None:
+    def __init__(self, flower: FlowerProcesses, folder: Path, wiring: Wiring | None = None) -> None:
         self.flower = flower
         self.folder = folder
+        self.wiring = wiring or Wiring()
         self.port = free_port()
-        flower.start_superlink(self.port, "--insecure")
-        flower.add_connection(CONNECTION, self.port, "insecure = true")
-        for device in range(DEVICES):
-            self.start_device(device)
+        flower.start_superlink(self.port, *self.wiring.superlink)
+        flower.add_connection(CONNECTION, self.port, *self.wiring.connection)
 
     def data_file(self, device: int) -> Path:
         """The JSONL file that a device reads its samples from."""
@@ -67,11 +78,17 @@ class Loopback:
         self.flower.start(
             f"device-{device}",
             [
-                *("flower-supernode", "--insecure", "--superlink", f"{LOOPBACK}:{self.port}"),
+                *("flower-supernode", "--superlink", f"{LOOPBACK}:{self.port}"),
+                *self.wiring.device(device),
                 *("--port", str(free_port())),
                 *("--node-config", " ".join(f"{key}={value}" for key, value in config.items())),
             ],
         )
+
+    def kill_devices(self) -> None:
+        """End all SuperNodes without a goodbye, which takes three of them a while."""
+        for device in range(DEVICES):
+            self.flower.kill(f"device-{device}")
 
     def start_run(self, name: str, settings: dict[str, str]) -> None:
         """Start ``flwr run`` in the background, under a name for its log."""
@@ -91,6 +108,14 @@ class Loopback:
         """Running apps below a program: ``flwr-serverapp`` or ``flwr-clientapp`` processes."""
         pid = self.flower._running[program].pid
         return [child for child in psutil.Process(pid).children(recursive=True) if kind in _command_line(child)]
+
+
+def is_dead(process: psutil.Process) -> bool:
+    """Whether a process has ended; its parent may not have noticed yet."""
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def run_command(connection: str, settings: dict[str, str], app: Path = ROOT) -> Sequence[str]:

@@ -19,6 +19,7 @@ from loopback import (
     Loopback,
     copy_training_rows,
     events,
+    is_dead,
     rounds,
     small_run,
     wait_until,
@@ -33,9 +34,10 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loopback]:
         for key, value in {**ENVIRONMENT, "HOME": str(folder / "home")}.items():
             patch.setenv(key, value)
         loopback = Loopback(flower, folder)
+        for device in range(DEVICES):
+            loopback.start_device(device)
         yield loopback
-        for device in range(DEVICES):  # killed, not asked: three SuperNodes take a while to say goodbye
-            flower.kill(f"device-{device}")
+        loopback.kill_devices()
 
 
 @pytest.fixture
@@ -50,10 +52,10 @@ def training_data(federation, write_reviews):
     return give
 
 
-def test_a_run_finishes_with_a_cached_stage_two(federation, tmp_path, tiny_bert, write_reviews):
-    for device in range(DEVICES):
-        rows = write_reviews(f"d{device}.jsonl", range(8 * device, 8 * device + 8))
-        shutil.copy(rows, federation.data_file(device))
+def test_a_run_finishes_with_a_cached_stage_two(federation, tmp_path, tiny_bert, training_data, write_reviews):
+    training_data(0)
+    # One device has held-out samples; the others are not asked to evaluate.
+    shutil.copy(write_reviews("rows.jsonl", range(8)), federation.data_file(0))
     federation.start_run("whole", small_run(tmp_path, tiny_bert))
     output = federation.finish_run("whole")
     (folder,) = (tmp_path / "runs").glob("*")
@@ -89,7 +91,8 @@ def test_a_server_app_killed_in_stage_two_goes_on_from_its_cache(federation, tmp
     wait_until(lambda: max(rounds(events(tmp_path)), default=0) >= 3, "three epochs")
     (server_app,) = federation.apps("superlink", "flwr-serverapp")
     server_app.kill()
-    server_app.wait(timeout=30)
+    wait_until(lambda: is_dead(server_app), "the death of the server app", 30)
+    federation.flower.kill("killed")
     before = events(tmp_path)
     reached = max(rounds(before))
     last = reached + 3

@@ -69,6 +69,7 @@ def same(one: list[Tensor], two: list[Tensor]) -> bool:
 tenant_counts = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 
 
+@settings(deadline=None)
 @given(tenant_counts, st.randoms())
 def test_every_prefix_holds_each_owners_share_within_one(counts: list[int], random: object) -> None:
     priority = list(range(len(counts)))
@@ -82,6 +83,7 @@ def test_every_prefix_holds_each_owners_share_within_one(counts: list[int], rand
             assert abs(got - position * count / len(order)) < 1
 
 
+@settings(deadline=None)
 @given(tenant_counts, st.integers(0, 5), st.integers(0, 5), st.integers(1, 17))
 def test_an_epoch_holds_each_sample_once_and_each_batch_its_fair_share(
     counts: list[int], seed: int, epoch: int, batch_size: int
@@ -117,6 +119,7 @@ def test_a_large_order_is_made_quickly() -> None:
     assert len(order) == 20_100
 
 
+@settings(deadline=None)
 @given(st.floats(0, 0.9), st.integers(0, 3))
 def test_held_out_samples_stay_held_out_when_others_arrive(fraction: float, seed: int) -> None:
     keys = MemoryReader().by_tenant
