@@ -83,7 +83,7 @@ class RunConfig(BaseModel):
     batch_size: int = Field(
         0,
         ge=0,
-        description="Samples in one step of the side network; 0: 64 for classification, 16 for a language model",
+        description="Samples in one step of training; 0: 64 for classification, 16 for a language model",
     )
     holdout: float = Field(0.1, ge=0, le=0.5, description="Share of training samples that choose the epoch")
     patience: int = Field(0, ge=0, description="Epochs without gain on the holdout before a stop; 0: no stop")

@@ -1,7 +1,7 @@
 """A trainer's whole state in one file, so that a stopped run goes on as if it had not been stopped."""
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from flower_plugin.errors import CacheError, PayloadError
 
 from .packing import pack_tensors, unpack_tensors
-from .trainer import Snapshot, Trainer
+from .trainer import Evaluation, Snapshot, Trainer
 
 FORMAT = "trainer-1"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -30,13 +30,14 @@ def save_checkpoint(trainer: Trainer, path: Path) -> None:
         "network": trainer.network.config.to_dict(),
         "training": asdict(trainer.config),
         "place": [trainer.epoch, trainer.shifts, trainer.progress],
-        "best": None if best is None else [best.epoch, best.loss, best.accuracy, best.lowest_loss],
+        "best": None if best is None else [best.epoch, best.loss, best.accuracy],
+        "lowest": None if best is None else _figures(best.lowest),
     }
     tensors = _named("network", dict(trainer.network.state_dict()))
     tensors |= _named("averaged", trainer.averaged)
     tensors |= _named("best", {} if best is None else best.weights)
-    if best is not None and best.lowest is not None:
-        tensors["lowest"] = best.lowest
+    if best is not None and best.lowest.losses is not None:
+        tensors["lowest"] = best.lowest.losses
     for name, parameter in trainer.network.named_parameters():
         moments = trainer.optimizer.state.get(parameter, {})
         tensors |= {f"{moment}/{name}": moments[moment] for moment in MOMENTS if moment in moments}
@@ -59,7 +60,7 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
         tensors, facts = unpack_tensors(path.read_bytes(), FORMAT)
         _check_same_run(trainer, facts)
         _restore(trainer, tensors, facts)
-    except (OSError, PayloadError, KeyError, ValueError, RuntimeError) as error:
+    except (OSError, PayloadError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CacheError(f"the checkpoint {path} cannot be used: {error}; start a new run") from error
 
 
@@ -84,17 +85,16 @@ def _restore(trainer: Trainer, tensors: dict[str, Tensor], facts: dict[str, Any]
                 moment: tensor.to(trainer.device) for moment, tensor in moments.items()
             }
     if facts["best"] is not None:
-        epoch, loss, accuracy, lowest_loss = facts["best"]
-        trainer.best = Snapshot(
-            epoch=int(epoch),
-            loss=float(loss),
-            accuracy=float(accuracy),
-            weights=_part("best", tensors),
-            lowest_loss=float(lowest_loss),
-            lowest=tensors.get("lowest"),
-        )
+        lowest = Evaluation(**{**facts["lowest"], "losses": tensors.get("lowest")})
+        epoch, loss, accuracy = facts["best"]
+        trainer.best = Snapshot(int(epoch), float(loss), float(accuracy), _part("best", tensors), lowest)
     epoch, shifts, progress = facts["place"]
     trainer.epoch, trainer.shifts, trainer.progress = int(epoch), int(shifts), float(progress)
+
+
+def _figures(evaluation: Evaluation) -> dict[str, Any]:
+    """The figures that equal runs share: no times; its losses are a tensor."""
+    return asdict(replace(evaluation, seconds=0.0, read_seconds=0.0, losses=None))
 
 
 def _write_whole(path: Path, data: bytes) -> None:

@@ -1,5 +1,6 @@
 """What training and evaluation report, and the weights that they keep."""
 
+import math
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -38,15 +39,26 @@ class EpochMetrics:
 class Snapshot:
     """Weights worth keeping, the epochs trained until then, and the held-out figures that chose them.
 
-    `lowest_loss` and `lowest` are the lowest held-out loss of any epoch and its parts [tokens].
+    `lowest` is the held-out evaluation with the lowest loss of all epochs so far.
     """
 
     epoch: int
     loss: float
     accuracy: float
     weights: dict[str, Tensor]
-    lowest_loss: float
-    lowest: Tensor | None
+    lowest: Evaluation
+
+    def is_better_than(self, other: Evaluation) -> bool:
+        """Whether the lowest loss is below another by more than one standard error of their difference.
+
+        The difference is taken token by token; where the held-out samples are not the same, means decide.
+        """
+        mine, theirs = self.lowest.losses, other.losses
+        if mine is None or theirs is None or mine.shape != theirs.shape or len(mine) < 2:
+            return other.loss >= self.lowest.loss
+        difference = theirs - mine
+        error = difference.std().item() / math.sqrt(len(difference))
+        return difference.mean().item() > error
 
 
 @dataclass

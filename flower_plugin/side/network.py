@@ -43,7 +43,8 @@ class SideNetworkConfig:
     dropout : float
         Dropout on the side stream, in [0, 1).
     input_dropout : float
-        Dropout on the normalised taps and on what the classification head reads, in [0, 1).
+        Dropout on the normalised taps and on what the classification head reads, in [0, 1). Half is right for
+        a classifier, whose taps are wide and samples few; a causal LM wants 0 to 0.3.
     gate_temperature : float
         T of the gate sigmoid(a / T); small values let the gate move with small steps of `a` (LST uses 0.1).
 
@@ -61,7 +62,7 @@ class SideNetworkConfig:
     side_width: int | None = None
     expansion: int = 2
     dropout: float = 0.1
-    input_dropout: float = 0.0
+    input_dropout: float = 0.5
     gate_temperature: float = 0.1
 
     def __post_init__(self) -> None:

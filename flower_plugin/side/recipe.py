@@ -24,6 +24,10 @@ class SampleKey(NamedTuple):
 class TrainConfig:
     """How a side network is trained.
 
+    The defaults are for a classifier with one cached vector a sample and tap: some thousand samples are soon
+    known by heart, so the rate is low and samples are mixed. A causal LM, which adds a small change to a head
+    that knows its work, wants more and larger steps: 3e-3 with batches of 16 did best on chats.
+
     Parameters
     ----------
     epochs : int
@@ -51,9 +55,9 @@ class TrainConfig:
         Fixes order, dropout and held-out samples.
     """
 
-    epochs: int = 25
-    batch_size: int = 32
-    learning_rate: float = 1e-3
+    epochs: int = 30
+    batch_size: int = 64
+    learning_rate: float = 3e-4
     weight_decay: float = 0.05
     clip_norm: float = 1.0
     schedule: Literal["cosine", "constant"] = "cosine"
@@ -97,6 +101,14 @@ def is_held_out(key: SampleKey, fraction: float, seed: int) -> bool:
     """Decide whether a sample is held out, by its hash alone: later arrivals never change the answer."""
     digest = blake2b(key.digest, key=seed.to_bytes(8, "little"), digest_size=8).digest()
     return int.from_bytes(digest, "little") < fraction * 2.0**64
+
+
+def group_by_tenant(keys: Sequence[SampleKey]) -> dict[str, list[SampleKey]]:
+    """Group keys by tenant, in their order."""
+    grouped: dict[str, list[SampleKey]] = {}
+    for key in keys:
+        grouped.setdefault(key.tenant, []).append(key)
+    return grouped
 
 
 def split_held_out(

@@ -15,7 +15,15 @@ from flower_plugin.errors import ConfigError, DataError
 from .metrics import EpochMetrics, Evaluation, Snapshot, Tally
 from .network import SideNetwork
 from .objective import Head, Objective
-from .recipe import SampleKey, TrainConfig, derive_seed, epoch_order, even_batches, learning_rate_at
+from .recipe import (
+    SampleKey,
+    TrainConfig,
+    derive_seed,
+    epoch_order,
+    even_batches,
+    group_by_tenant,
+    learning_rate_at,
+)
 
 __all__ = ["ActivationReader", "EpochMetrics", "Evaluation", "Snapshot", "Trainer", "new_optimizer"]
 
@@ -147,32 +155,12 @@ class Trainer:
         Worse is: by more than one standard error of the difference, token by token. Among weights that the
         held-out samples cannot tell apart the newest are kept, as their learning rate had fallen furthest.
         """
-        if not math.isfinite(held_out.loss) or self._is_worse(held_out):
+        best = self.best
+        if not math.isfinite(held_out.loss) or (best is not None and best.is_better_than(held_out)):
             return False
-        if self.best is None or held_out.loss < self.best.lowest_loss:
-            lowest_loss, lowest = held_out.loss, held_out.losses
-        else:
-            lowest_loss, lowest = self.best.lowest_loss, self.best.lowest
-        self.best = Snapshot(
-            epoch=self.epoch,
-            loss=held_out.loss,
-            accuracy=held_out.accuracy,
-            weights=self.kept_state(),
-            lowest_loss=lowest_loss,
-            lowest=lowest,
-        )
+        lowest = held_out if best is None or held_out.loss < best.lowest.loss else best.lowest
+        self.best = Snapshot(self.epoch, held_out.loss, held_out.accuracy, self.kept_state(), lowest)
         return True
-
-    def _is_worse(self, held_out: Evaluation) -> bool:
-        if self.best is None or held_out.loss < self.best.lowest_loss:
-            return False
-        if held_out.losses is None or self.best.lowest is None or len(held_out.losses) < 2:
-            return True
-        if held_out.losses.shape != self.best.lowest.shape:  # held-out samples have come or gone
-            return True
-        difference = held_out.losses - self.best.lowest
-        error = difference.std().item() / math.sqrt(len(difference))
-        return difference.mean().item() > error
 
     @property
     def exhausted(self) -> bool:
@@ -301,11 +289,3 @@ def new_optimizer(network: SideNetwork, config: TrainConfig) -> torch.optim.Adam
         {"params": others, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)
-
-
-def group_by_tenant(keys: Sequence[SampleKey]) -> dict[str, list[SampleKey]]:
-    """Group keys by tenant, in their order."""
-    grouped: dict[str, list[SampleKey]] = {}
-    for key in keys:
-        grouped.setdefault(key.tenant, []).append(key)
-    return grouped

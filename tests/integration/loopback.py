@@ -1,6 +1,7 @@
 """A federation of Flower's own programs on loopback, for tests: three SuperNodes, each with a data file."""
 
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -60,6 +61,7 @@ class Loopback:
         self.folder = folder
         self.wiring = wiring or Wiring()
         self.port = free_port()
+        self._runs: dict[str, subprocess.Popen[bytes]] = {}
         flower.start_superlink(self.port, *self.wiring.superlink)
         flower.add_connection(CONNECTION, self.port, *self.wiring.connection)
 
@@ -92,22 +94,22 @@ class Loopback:
 
     def start_run(self, name: str, settings: dict[str, str]) -> None:
         """Start ``flwr run`` in the background, under a name for its log."""
-        self.flower.start(name, run_command(CONNECTION, settings))
+        self._runs[name] = self.flower.start(name, run_command(CONNECTION, settings))
 
     def finish_run(self, name: str) -> str:
         """Wait for a run's log stream to end and return it."""
-        process = self.flower._running[name]
-        wait_until(lambda: process.poll() is not None, f"the end of {name}")
+        wait_until(lambda: self._runs[name].poll() is not None, f"the end of {name}")
         return self.log(name)
 
     def log(self, name: str) -> str:
         """What a program has written so far."""
         return (self.flower.home / f"{name}.log").read_text(encoding="utf-8", errors="replace")
 
-    def apps(self, program: str, kind: str) -> list[psutil.Process]:
-        """Running apps below a program: ``flwr-serverapp`` or ``flwr-clientapp`` processes."""
-        pid = self.flower._running[program].pid
-        return [child for child in psutil.Process(pid).children(recursive=True) if kind in _command_line(child)]
+    def server_app(self) -> psutil.Process:
+        """The process in which the one running server app lives."""
+        ours = psutil.Process().children(recursive=True)
+        (found,) = [child for child in ours if not is_dead(child) and "flwr-serverapp" in _command_line(child)]
+        return found
 
 
 def is_dead(process: psutil.Process) -> bool:
@@ -167,5 +169,5 @@ def copy_training_rows(source: Path, target: Path) -> None:
 def _command_line(process: psutil.Process) -> str:
     try:
         return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
+    except psutil.Error:  # it has just ended
         return ""

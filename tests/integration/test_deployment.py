@@ -89,7 +89,7 @@ def test_a_server_app_killed_in_stage_two_goes_on_from_its_cache(federation, tmp
     training_data(100)
     federation.start_run("killed", small_run(tmp_path, tiny_bert, num_rounds="100000"))
     wait_until(lambda: max(rounds(events(tmp_path)), default=0) >= 3, "three epochs")
-    (server_app,) = federation.apps("superlink", "flwr-serverapp")
+    server_app = federation.server_app()
     server_app.kill()
     wait_until(lambda: is_dead(server_app), "the death of the server app", 30)
     federation.flower.kill("killed")

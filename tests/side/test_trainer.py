@@ -24,8 +24,8 @@ from flower_plugin.side.recipe import (
 )
 from flower_plugin.side.trainer import Evaluation, Trainer
 
-CLASSIFIER = SideNetworkConfig(width=16, taps=(0, 2), num_labels=2)
-LANGUAGE_MODEL = SideNetworkConfig(width=16, taps=(0, 2))
+CLASSIFIER = SideNetworkConfig(width=16, taps=(0, 2), num_labels=2, input_dropout=0.0)
+LANGUAGE_MODEL = SideNetworkConfig(width=16, taps=(0, 2), input_dropout=0.0)
 RECIPE = TrainConfig(epochs=4, batch_size=16, learning_rate=3e-3)
 
 
@@ -310,6 +310,22 @@ def test_best_snapshot_and_patience() -> None:
     assert trainer.exhausted
     assert torch.equal(trainer.best_state()["up.weight"], kept["up.weight"])
     assert not torch.equal(kept["up.weight"], trainer.network.up.weight)
+
+
+def test_the_newest_of_weights_that_held_out_samples_cannot_tell_apart_is_kept() -> None:
+    trainer = classifier(MemoryReader())
+    noise = torch.linspace(-1, 1, 100)
+
+    def held_out(losses: Tensor) -> Evaluation:
+        return Evaluation(losses.mean().item(), 0.5, 100, 100, 0.0, 0.0, losses)
+
+    assert trainer.keep_if_best(held_out(torch.full((100,), 0.5)))
+    assert trainer.keep_if_best(held_out(0.55 + noise))  # worse by 0.05, give or take 0.058
+    assert not trainer.keep_if_best(held_out(0.57 + noise))  # still measured against the lowest, 0.5
+    assert not trainer.keep_if_best(held_out(torch.full((100,), 0.501)))  # small but certain
+    assert trainer.keep_if_best(held_out(torch.full((100,), 0.4)))
+    assert trainer.keep_if_best(held_out(torch.full((7,), 0.39)))  # other samples: means decide
+    assert not trainer.keep_if_best(held_out(torch.full((100,), 0.395)))
 
 
 def test_arrivals_make_up_an_epoch() -> None:
