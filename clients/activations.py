@@ -30,7 +30,7 @@ def collect_activations(request: ActivationRequest, context: Context) -> Activat
     rule = TapRule(request.taps, config.token_rule, get_codec(config.codec))
     now, later = fit_budget(examples, rule, backbone.hidden_size, config.byte_budget)
     started, cpu_started = time.perf_counter(), time.process_time()
-    collected = collect(backbone, now, rule, config.device_batch_size, _log_progress(len(now)))
+    collected = collect(backbone, now, rule, config.device_batch_size, ProgressLog(len(now)))
     payload, index = pack(collected.shipment)
     sent = {example.digest for example in (*now, *later)}
     too_large = tuple(example.digest for example in examples if example.digest not in sent)
@@ -54,14 +54,22 @@ def _costs(collected: Collected, seconds: float, cpu_seconds: float) -> dict[str
     }
 
 
-def _log_progress(total: int):  # type: ignore[no-untyped-def]
-    """Log every tenth of the samples."""
-    step = max(1, total // 10)
-    state = {"next": step}
+class ProgressLog:
+    """Logs every tenth of the samples.
 
-    def tell(done: int) -> None:
-        if done >= state["next"]:
-            log(INFO, "Forwarded %s of %s samples", done, total)
-            state["next"] = done + step
+    Parameters
+    ----------
+    total : int
+        Samples of the shift.
+    """
 
-    return tell
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._step = max(1, total // 10)
+        self._next = self._step
+
+    def __call__(self, done: int) -> None:
+        """Take note of the number of samples done."""
+        if done >= self._next:
+            log(INFO, "Forwarded %s of %s samples", done, self._total)
+            self._next = done + self._step

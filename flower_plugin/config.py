@@ -44,7 +44,7 @@ class RunConfig(BaseModel):
     template: str = Field("", description="Chat template to use instead of the tokenizer's own")
 
     taps: str = Field(
-        "4",
+        "6",
         description="Number of tapped blocks, evenly spaced, or their indices (`1,3,5`; the last is added)",
     )
     pooling: str = Field("mean", description="`cls`, `last`, `mean`, `max`, or several joined by `+`")
@@ -74,7 +74,7 @@ class RunConfig(BaseModel):
     input_dropout: float = Field(0.5, ge=0, lt=1, description="Dropout on the normalised taps (classification)")
     mixup: float = Field(1.0, ge=0, description="Mixing of cached samples, Beta(mixup, mixup); 0: none")
     learning_rate: float = Field(
-        0.0, ge=0, description="Peak learning rate of AdamW; 0: 3e-4 for classification, 1e-3 for a language model"
+        0.0, ge=0, description="Peak learning rate of AdamW; 0: 3e-4 for classification, 3e-3 for a language model"
     )
     weight_decay: float = Field(0.01, ge=0, description="Weight decay of AdamW")
     schedule: Literal["cosine", "constant"] = Field("cosine", description="Learning-rate schedule")

@@ -23,7 +23,7 @@ from .roster import Roster
 
 NO_CHECKPOINT = "none"
 BATCH_SIZES = {"classification": 64, "causal-lm": 16}
-LEARNING_RATES = {"classification": 3e-4, "causal-lm": 1e-3}
+LEARNING_RATES = {"classification": 3e-4, "causal-lm": 3e-3}
 
 
 def server_backbone(config: RunConfig) -> str | None:
@@ -50,13 +50,7 @@ def server_fingerprint(config: RunConfig) -> str | None:
 
 
 def make_ledger(roster: Roster) -> Ledger:
-    """The agreement of a run whose devices are known.
-
-    Raises
-    ------
-    ConfigError
-        A classification run has fewer than two classes.
-    """
+    """The agreement of a run whose devices are known; samples come in with the devices."""
     profile = roster.devices[0].profile
     return Ledger(
         fingerprint=profile.fingerprint,
@@ -70,7 +64,13 @@ def make_ledger(roster: Roster) -> Ledger:
 
 
 def make_intake(config: RunConfig, ledger: Ledger) -> Intake:
-    """What a run expects of each device."""
+    """What a run expects of each device.
+
+    Raises
+    ------
+    ConfigError
+        A classification run has fewer than two classes, or a tap is not among the blocks.
+    """
     classes = len(ledger.label_names)
     if config.task == "classification" and classes < 2:
         raise ConfigError(

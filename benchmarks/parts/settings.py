@@ -75,6 +75,7 @@ def chats(seed: int, **changes: object) -> Federation:
         "test_samples": 96,
         "max_length": 128,
         "device_batch_size": 8,
+        "num_rounds": 8,
     }
     return Federation(_config(SMOLLM2, seed, {**own, **changes}))
 
