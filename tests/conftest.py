@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     BertConfig,
@@ -38,6 +39,11 @@ GOOD = ("good", "fine", "great", "bright")
 BAD = ("bad", "poor", "awful", "dull")
 
 
+# Machines that run tests are noisy: the time that an example takes says nothing.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
@@ -47,6 +53,7 @@ def _one_thread() -> None:
 def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that a test does may touch, or depend on, the user's own caches."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("FLOWER_PLUGIN_HOME", raising=False)
 
 
 def save_tokenizer(folder: Path) -> int:
