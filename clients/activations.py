@@ -1,6 +1,7 @@
 """``train.activations``: stage one, one shift of it."""
 
 import resource
+import sys
 import time
 from logging import INFO
 
@@ -19,7 +20,11 @@ from .samples import load_samples
 
 
 def collect_activations(request: ActivationRequest, context: Context) -> ActivationReply:
-    """Forward the wanted samples, as many as one message may carry, and reply with what the loss needs."""
+    """Forward the wanted samples, as many as one message may carry, and reply with what the loss needs.
+
+    ``refused`` names every wanted sample that will never come: gone or changed since the device was asked, of a
+    class that is not the run's, larger than a message may be, or with activations that are not finite.
+    """
     config = device_config(request.config, context.node_config)
     device = open_device(context.node_config)
     require_fingerprint(config.backbone, request.fingerprint)
@@ -32,12 +37,11 @@ def collect_activations(request: ActivationRequest, context: Context) -> Activat
     started, cpu_started = time.perf_counter(), time.process_time()
     collected = collect(backbone, now, rule, config.device_batch_size, ProgressLog(len(now)))
     payload, index = pack(collected.shipment)
-    sent = {example.digest for example in (*now, *later)}
-    too_large = tuple(example.digest for example in examples if example.digest not in sent)
+    coming = {*collected.shipment.digests, *(example.digest for example in later)}
     return ActivationReply(
         tenant=device.tenant,
         remaining=len(later),
-        refused=collected.refused + too_large,
+        refused=tuple(digest for digest in dict.fromkeys(request.wanted) if digest not in coming),
         payload=payload,
         index=index,
         costs=_costs(collected, time.perf_counter() - started, time.process_time() - cpu_started),
@@ -50,8 +54,14 @@ def _costs(collected: Collected, seconds: float, cpu_seconds: float) -> dict[str
         "device_cpu_seconds": cpu_seconds,
         "forwarded_tokens": float(collected.forwarded_tokens),
         "sent_tokens": float(sum(collected.shipment.tokens)),
-        "device_peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "device_peak_mb": _peak_bytes() / 1e6,
     }
+
+
+def _peak_bytes() -> int:
+    """Largest memory of this process so far; macOS counts it in bytes, Linux in KiB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 class ProgressLog:

@@ -2,7 +2,9 @@
 
 from flwr.app import Context
 
-from flower_plugin.backbone import describe, fingerprint, load_tokenizer
+from flower_plugin.backbone import BackboneInfo, describe, fingerprint, load_tokenizer
+from flower_plugin.config import RunConfig
+from flower_plugin.errors import ConfigError
 from flower_plugin.messages import Profile, ProfileRequest
 from flower_plugin.side.examples import template_id
 from flower_plugin.version import VERSION
@@ -12,11 +14,18 @@ from .samples import load_samples
 
 
 def profile(request: ProfileRequest, context: Context) -> Profile:
-    """Describe the device: identity, backbone, the digests of its samples, its classes. No forward pass."""
+    """Describe the device: identity, backbone, the digests of its samples, its classes. No forward pass.
+
+    Raises
+    ------
+    ConfigError
+        'max-length' is more than the backbone can read.
+    """
     config = device_config(request.config, context.node_config)
     device = open_device(context.node_config)
     tokenizer = load_tokenizer(config.backbone)
     info = describe(config.backbone)
+    _require_positions(config, info)
     samples = load_samples(config, context, device, tokenizer, ())
     train, test = samples.train(), samples.test()
     return Profile(
@@ -36,3 +45,11 @@ def profile(request: ProfileRequest, context: Context) -> Profile:
         unusable=train.empty + train.without_loss + train.bad_label,
         duplicates=train.duplicates,
     )
+
+
+def _require_positions(config: RunConfig, info: BackboneInfo) -> None:
+    if info.max_tokens is not None and config.max_length > info.max_tokens:
+        raise ConfigError(
+            f"'max-length' = {config.max_length}, but the backbone {config.backbone!r} ({info.model_type}) has"
+            f" positions for {info.max_tokens} tokens only; lower 'max-length' to {info.max_tokens} or less"
+        )

@@ -24,7 +24,9 @@ class RunConfig(BaseModel):
     Field names are written with dashes in ``pyproject.toml`` and on the command line.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=_kebab, populate_by_name=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", alias_generator=_kebab, populate_by_name=True, allow_inf_nan=False
+    )
 
     backbone: str = Field(
         description="Hub id, local folder, `*.gguf` file, or `package:NAME/path` inside an installed package"
@@ -68,8 +70,8 @@ class RunConfig(BaseModel):
     )
     refresh_every: int = Field(0, ge=0, description="Rounds between questions for new samples; 0: never after round 1")
 
-    reduction: int = Field(8, ge=1, description="Side width = backbone width / reduction")
-    side_width: int = Field(0, ge=0, description="Width of the side network; 0: from the reduction")
+    reduction: int = Field(8, ge=1, le=2**20, description="Side width = backbone width / reduction")
+    side_width: int = Field(0, ge=0, le=2**20, description="Width of the side network; 0: from the reduction")
     dropout: float = Field(0.1, ge=0, lt=1, description="Dropout in the side network's stream")
     input_dropout: float = Field(0.5, ge=0, lt=1, description="Dropout on the normalised taps (classification)")
     mixup: float = Field(1.0, ge=0, description="Mixing of cached samples, Beta(mixup, mixup); 0: none")
@@ -78,7 +80,7 @@ class RunConfig(BaseModel):
     )
     weight_decay: float = Field(0.01, ge=0, description="Weight decay of AdamW")
     schedule: Literal["cosine", "constant"] = Field("cosine", description="Learning-rate schedule")
-    warmup: float = Field(0.05, ge=0, le=1, description="Share of the steps with a rising learning rate")
+    warmup: float = Field(0.05, ge=0, lt=1, description="Share of the steps with a rising learning rate")
     clip_norm: float = Field(1.0, gt=0, description="Largest gradient norm")
     batch_size: int = Field(
         0,
@@ -87,7 +89,7 @@ class RunConfig(BaseModel):
     )
     holdout: float = Field(0.1, ge=0, le=0.5, description="Share of training samples that choose the epoch")
     patience: int = Field(0, ge=0, description="Epochs without gain on the holdout before a stop; 0: no stop")
-    seed: int = Field(0, ge=0, description="Seed of everything random on the server")
+    seed: int = Field(0, ge=0, lt=2**62, description="Seed of everything random on the server")
 
     min_devices: int = Field(1, ge=1, description="Fewest devices to start, and to go on, with")
     wait_for_devices: float = Field(60.0, ge=0, description="Seconds to wait for `min-devices`")
@@ -99,15 +101,15 @@ class RunConfig(BaseModel):
     )
 
     cache_dir: str = Field("", description="The server's activation cache; empty: `activations` in the plugin's home")
-    cache_quota_gb: float = Field(20.0, gt=0, description="Largest size of the cache; the oldest samples go")
+    cache_quota_gb: float = Field(20.0, gt=0, le=1e6, description="Largest size of the cache; the oldest samples go")
     output_dir: str = Field("~/flower-plugin-runs", description="Where the server writes what a run gives")
     resume: bool = Field(False, description="Go on from the checkpoint in `output-dir`")
 
     partition: Literal["", "none", "iid", "dirichlet", "natural"] = Field(
         "", description="How data is dealt to the devices; empty: a built-in source `iid`, a device's file `none`"
     )
-    partition_alpha: float = Field(0.5, gt=0, description="Concentration of the Dirichlet partition")
-    partition_seed: int = Field(0, ge=0, description="Seed of the partition and of the held-out split")
+    partition_alpha: float = Field(0.5, ge=1e-3, le=1e6, description="Concentration of the Dirichlet partition")
+    partition_seed: int = Field(0, ge=0, lt=2**62, description="Seed of the partition and of the held-out split")
     test_fraction: float = Field(0.2, ge=0, lt=1, description="Share of a device's samples that it holds out")
     train_samples: int = Field(0, ge=0, description="Training samples over all devices; 0: all there are")
     test_samples: int = Field(0, ge=0, description="Held-out samples over all devices; 0: all there are")
@@ -143,8 +145,18 @@ class RunConfig(BaseModel):
             raise ValueError(f"one or several different ones of {', '.join(POOLINGS)}, joined by '+'")
         return value
 
+    @field_validator("label_names")
+    @classmethod
+    def _labels_occur_once(cls, value: str) -> str:
+        names = [name.strip() for name in value.split(",") if name.strip()]
+        if len(set(names)) != len(names):
+            raise ValueError("a class name occurs twice")
+        return value
+
     @model_validator(mode="after")
-    def _names_are_given(self) -> "RunConfig":
+    def _parts_fit(self) -> "RunConfig":
+        if self.task == "classification" and self.template:
+            raise ValueError("'template' is for the task causal-lm only; leave it empty")
         for name in ("backbone", "data", "strategy"):
             if not getattr(self, name).strip():
                 raise ValueError(f"'{name}' is empty")

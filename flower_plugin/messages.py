@@ -9,12 +9,15 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from .config import RunConfig
 from .errors import DeviceError, PayloadError
 
 SCHEMA = 1
+MAX_SAMPLES = 10_000_000
+MAX_LABELS = 10_000
+MAX_LABEL_LENGTH = 256
 PROFILE = "query.profile"
 HEAD = "query.head"
 ACTIVATIONS = "train.activations"
@@ -22,6 +25,8 @@ EVALUATE = "evaluate.side_tuned"
 
 Bytes = NDArray[np.uint8]
 Digest = Annotated[bytes, Field(min_length=16, max_length=16)]
+Tenant = Annotated[str, Field(max_length=128, pattern=r"^(device|node)-[A-Za-z0-9]+$")]
+LabelName = Annotated[str, Field(max_length=MAX_LABEL_LENGTH)]
 Identifier = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.\-]+$")]
 
 
@@ -129,8 +134,8 @@ class ProfileRequest(Envelope):
 class Profile(Envelope):
     """What a device has. Counts are of samples; ``digests`` are of its training samples, in its order."""
 
-    tenant: Identifier
-    order: int = Field(ge=0)
+    tenant: Tenant
+    order: int = Field(ge=0, le=MAX_SAMPLES)
     plugin_version: str
     fingerprint: Identifier
     model_type: str
@@ -138,12 +143,19 @@ class Profile(Envelope):
     hidden_size: int = Field(ge=1, le=1_000_000)
     vocab_size: int = Field(ge=0, le=100_000_000)
     template: Identifier
-    digests: tuple[Digest, ...]
-    num_test: int = Field(ge=0)
-    label_names: tuple[str, ...]
+    digests: tuple[Digest, ...] = Field(max_length=MAX_SAMPLES)
+    num_test: int = Field(ge=0, le=MAX_SAMPLES)
+    label_names: tuple[LabelName, ...] = Field(max_length=MAX_LABELS)
     truncated: int = Field(0, ge=0)
     unusable: int = Field(0, ge=0)
     duplicates: int = Field(0, ge=0)
+
+    @field_validator("digests", "label_names")
+    @classmethod
+    def _each_once(cls, names: tuple[Any, ...]) -> tuple[Any, ...]:
+        if len(set(names)) != len(names):
+            raise ValueError("an entry occurs twice")
+        return names
 
 
 class HeadRequest(Envelope):
@@ -178,7 +190,7 @@ class ActivationRequest(TapPlan):
 class ActivationReply(Envelope):
     """One shift's activations. ``costs``: seconds, samples, tokens, forwarded tokens, peak bytes."""
 
-    tenant: Identifier
+    tenant: Tenant
     remaining: int = Field(ge=0)
     refused: tuple[Digest, ...]
     payload: PackedBytes
@@ -199,7 +211,7 @@ class EvaluateRequest(TapPlan):
 class EvaluateReply(Envelope):
     """``metrics``: num-examples (samples), tokens, loss (mean over tokens), accuracy, seconds, forwarded."""
 
-    tenant: Identifier
+    tenant: Tenant
     metrics: Metrics
     metric_field: ClassVar[str | None] = "metrics"
 

@@ -42,7 +42,13 @@ def run(grid: Grid, context: Context) -> RunFolder:
     folder = open_run_folder(config, context.run_id)
     log(INFO, "This run writes to %s", folder.path)
     strategy = make_strategy(config, folder=folder.path, observe=folder.record)
-    strategy.start(grid)
+    if config.resume:
+        strategy.recall(folder.events())
+    try:
+        strategy.start(grid)
+    except FlowerPluginError:
+        folder.discard_if_empty()
+        raise
     write_outputs(strategy, folder)
     return folder
 

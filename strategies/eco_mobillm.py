@@ -96,10 +96,10 @@ class EcoMobiLLM(Strategy):
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Mean of the devices' figures, weighted by what they evaluated on; bad replies are left out."""
         answers = [read_reply(reply.metadata.src_node_id, reply) for reply in replies]
-        means = gather_evaluations(answers, self._run.roster.devices, self.observe)
+        means = gather_evaluations(answers, self._run.roster.devices, self.config, self.observe)
         if means is None:
             return None
-        self.observe("evaluation", {"round": server_round, "devices": len(answers), **means})
+        self.observe("evaluation", {"round": server_round, **means})
         log(INFO, "Evaluation on the devices: accuracy %.3f, loss %.3f", means["accuracy"], means["loss"])
         return MetricRecord({**means})
 
@@ -138,6 +138,7 @@ class EcoMobiLLM(Strategy):
             Too few devices, nothing to train on, or a cache that cannot be written.
         """
         rounds = num_rounds or self.config.num_rounds
+        self.config = self.config.model_copy(update={"num_rounds": rounds})
         log(INFO, "Starting %s:", type(self).__name__)
         self.summary()
         result = Result()
@@ -146,13 +147,13 @@ class EcoMobiLLM(Strategy):
             if tuning.epoch == 0:
                 self._evaluate(grid, 0, result)
             for server_round in range(tuning.epoch + 1, rounds + 1):
+                if tuning.exhausted:
+                    log(INFO, "No gain on the held-out training samples for %s epochs", self.config.patience)
+                    break
                 log(INFO, "[EPOCH %s/%s]", server_round, rounds)
                 self._train(grid, server_round, result)
                 if evaluate_fn is not None and (metrics := evaluate_fn(server_round, result.arrays)):
                     result.evaluate_metrics_serverapp[server_round] = metrics
-                if tuning.exhausted:
-                    log(INFO, "No gain on the held-out training samples for %s epochs", self.config.patience)
-                    break
                 if self._evaluates_after(server_round, rounds):
                     self._evaluate(grid, server_round, result)
             self._evaluate(grid, tuning.epoch, result)
@@ -163,7 +164,7 @@ class EcoMobiLLM(Strategy):
         return result
 
     def close(self) -> None:
-        """Close the cache; the side networks stay."""
+        """Close the cache; the side networks stay. A further `start` meets the devices anew."""
         if self._state is not None:
             self._state.close()
 
@@ -175,13 +176,18 @@ class EcoMobiLLM(Strategy):
         """What the run came to so far, as JSON values: quality, bytes, seconds, messages."""
         return self._figures or summarise(self._run, self.tally)
 
+    def recall(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Count the events of a stopped run, which this one goes on with."""
+        for event in events:
+            self.tally.note(event["event"], event)
+
     def observe(self, event: str, fields: Mapping[str, Any]) -> None:
         """Count an event, and tell whoever listens."""
         self.tally.note(event, fields)
         self._listener(event, fields)
 
     def _opened(self, grid: Grid) -> RunState:
-        if self._state is None:
+        if self._state is None or self._state.closed:
             self._state = RunState(self.config, self._folder, self.observe)
             self._state.open(grid)
         return self._state

@@ -7,13 +7,15 @@ from logging import INFO, WARNING
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 
+from flower_plugin.backbone import BackboneHead
 from flower_plugin.config import RunConfig
-from flower_plugin.errors import DeviceError, FlowerPluginError
+from flower_plugin.errors import DeviceError, FlowerPluginError, PayloadError
 from flower_plugin.messages import HEAD, PROFILE, HeadReply, HeadRequest, Profile, ProfileRequest, instruction
+from flower_plugin.side.ledger import Ledger
 
-from .exchange import Exchange
+from .exchange import Answer, Exchange
 from .observe import Observe
-from .roster import Roster, make_roster
+from .roster import Agreement, Roster, make_roster
 
 POLL_SECONDS = 1.0
 
@@ -39,7 +41,7 @@ def wait_for_nodes(grid: Grid, fewest: int, seconds: float) -> tuple[int, ...]:
         time.sleep(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
 
 
-def enrol(grid: Grid, nodes: Iterable[int], config: RunConfig, fingerprint: str | None, observe: Observe) -> Roster:
+def enrol(grid: Grid, nodes: Iterable[int], config: RunConfig, agreement: Agreement | None, observe: Observe) -> Roster:
     """Ask each node for its profile and decide who takes part; say who does not, and why."""
     exchange = Exchange(grid)
     request = ProfileRequest(config=config)
@@ -55,7 +57,7 @@ def enrol(grid: Grid, nodes: Iterable[int], config: RunConfig, fingerprint: str 
             profiles[answer.node_id] = Profile.from_records(answer.reply.content)
         except FlowerPluginError as error:
             _refuse(answer.node_id, str(error), observe)
-    roster = make_roster(profiles, config, fingerprint)
+    roster = make_roster(profiles, config, agreement)
     for refusal in roster.refusals:
         _refuse(refusal.node_id, refusal.reason, observe)
     for device in roster.devices:
@@ -63,8 +65,8 @@ def enrol(grid: Grid, nodes: Iterable[int], config: RunConfig, fingerprint: str 
     return roster
 
 
-def fetch_head(grid: Grid, roster: Roster, config: RunConfig, fingerprint: str) -> bytes:
-    """Get the backbone's frozen head from the first device that can send it.
+def fetch_head(grid: Grid, roster: Roster, config: RunConfig, ledger: Ledger) -> BackboneHead:
+    """Get the backbone's frozen head from the first device that can send one that fits.
 
     Raises
     ------
@@ -72,18 +74,26 @@ def fetch_head(grid: Grid, roster: Roster, config: RunConfig, fingerprint: str) 
         No device could.
     """
     problems = []
+    request = HeadRequest(config=config, fingerprint=ledger.fingerprint)
     for device in roster.devices:
         exchange = Exchange(grid)
-        request = HeadRequest(config=config, fingerprint=fingerprint)
-        exchange.push([instruction(request, HEAD, device.node_id, "head", config.shift_timeout)], config.shift_timeout)
+        message = instruction(request, HEAD, device.node_id, "head", config.shift_timeout)
+        exchange.push([message], config.shift_timeout)
         for answer in exchange.answers():
             try:
-                if answer.reply is None:
-                    raise DeviceError(answer.problem)
-                return HeadReply.from_records(answer.reply.content).head.tobytes()
+                return _read_head(answer, ledger)
             except FlowerPluginError as error:
                 problems.append(f"node {device.node_id}: {error}")
-    raise DeviceError(f"no device could send the backbone's head: {'; '.join(problems)}")
+    raise DeviceError(f"no device could send the backbone's head: {'; '.join(problems) or 'none is there'}")
+
+
+def _read_head(answer: Answer, ledger: Ledger) -> BackboneHead:
+    if answer.reply is None:
+        raise DeviceError(answer.problem)
+    head = BackboneHead.from_bytes(HeadReply.from_records(answer.reply.content).head.tobytes())
+    if head.width != ledger.hidden_size:
+        raise PayloadError(f"its head is for width {head.width}, the backbone's is {ledger.hidden_size}")
+    return head
 
 
 def _refuse(node_id: int, reason: str, observe: Observe) -> None:

@@ -7,6 +7,7 @@ from logging import WARNING
 from flwr.app import Message
 from flwr.common.logger import log
 
+from flower_plugin.config import RunConfig
 from flower_plugin.errors import DeviceError, FlowerPluginError, PayloadError
 from flower_plugin.messages import EVALUATE, EvaluateReply, EvaluateRequest, instruction
 
@@ -14,6 +15,8 @@ from .exchange import Answer
 from .observe import Observe
 from .roster import Device
 from .run_state import RunState
+
+MOST_LOSS = 1e4
 
 
 def evaluation_messages(state: RunState, group: str) -> list[Message]:
@@ -26,9 +29,10 @@ def evaluation_messages(state: RunState, group: str) -> list[Message]:
 
 
 def gather_evaluations(
-    answers: Iterable[Answer], devices: Sequence[Device], observe: Observe
+    answers: Iterable[Answer], devices: Sequence[Device], config: RunConfig, observe: Observe
 ) -> dict[str, float] | None:
     """Mean of the devices' figures; a device that failed or whose figures cannot be is left out and named."""
+    most_tokens = config.max_length if config.task == "causal-lm" else 1
     limits = {device.node_id: device.profile.num_test for device in devices}
     good = []
     for answer in answers:
@@ -36,15 +40,24 @@ def gather_evaluations(
             if answer.reply is None:
                 raise DeviceError(answer.problem)
             metrics = EvaluateReply.from_records(answer.reply.content).metrics
-            good.append(check_evaluation(metrics, limits[answer.node_id]))
+            good.append(check_evaluation(metrics, limits[answer.node_id], most_tokens))
         except FlowerPluginError as error:
             observe("fault", {"node": answer.node_id, "reason": f"evaluation: {error}"})
             log(WARNING, "The evaluation of node %s is left out: %s", answer.node_id, error)
-    return mean_metrics(good) if good else None
+    return {"devices": float(len(good)), **mean_metrics(good)} if good else None
 
 
-def check_evaluation(metrics: Mapping[str, float], most_samples: int) -> dict[str, float]:
+def check_evaluation(metrics: Mapping[str, float], most_samples: int, most_tokens: int) -> dict[str, float]:
     """A device's figures, checked: they decide means over all devices.
+
+    Parameters
+    ----------
+    metrics : Mapping
+        What the device says.
+    most_samples : int
+        Its held-out samples.
+    most_tokens : int
+        Loss tokens that one sample can have.
 
     Raises
     ------
@@ -57,8 +70,10 @@ def check_evaluation(metrics: Mapping[str, float], most_samples: int) -> dict[st
     samples = metrics["num-examples"]
     if not 1 <= samples <= most_samples:
         raise PayloadError(f"num-examples = {samples:g}, but it has {most_samples} held-out samples")
-    if not 0 <= metrics["accuracy"] <= 1 or metrics["loss"] < 0 or metrics["tokens"] < samples:
-        raise PayloadError("its accuracy, loss or token count is out of range")
+    if not samples <= metrics["tokens"] <= samples * most_tokens:
+        raise PayloadError(f"tokens = {metrics['tokens']:g} cannot be, with {samples:g} samples")
+    if not 0 <= metrics["accuracy"] <= 1 or not 0 <= metrics["loss"] <= MOST_LOSS:
+        raise PayloadError("its accuracy or loss is out of range")
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
 

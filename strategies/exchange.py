@@ -79,6 +79,7 @@ class Exchange:
 
 
 def read_reply(node_id: int, reply: Message) -> Answer:
+    """The answer that a reply is; an error of Flower's own becomes a problem."""
     if reply.has_error():
         reason = (reply.error.reason or "no reason given").strip()
         return Answer(node_id, None, f"it failed (error code {reply.error.code}): {reason[-500:]}")

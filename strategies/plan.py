@@ -1,14 +1,15 @@
 """From the run config and what the devices said to the plan that all share."""
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import asdict, fields
 
 import torch
 
-from flower_plugin.backbone import BackboneHead, fingerprint, load_head
+from flower_plugin.backbone import BackboneHead, describe, fingerprint, load_head, load_tokenizer
 from flower_plugin.config import RunConfig
 from flower_plugin.errors import BackboneError, ConfigError
 from flower_plugin.side.cache import ActivationCache
+from flower_plugin.side.examples import template_id
 from flower_plugin.side.export import SideTunedSettings
 from flower_plugin.side.intake import Intake
 from flower_plugin.side.ledger import Ledger
@@ -19,7 +20,7 @@ from flower_plugin.side.taps import plan_taps
 from flower_plugin.side.tokens import pooled_width
 from flower_plugin.side.tuning import SideTuning
 
-from .roster import Roster
+from .roster import Agreement, Roster
 
 NO_CHECKPOINT = "none"
 BATCH_SIZES = {"classification": 64, "causal-lm": 16}
@@ -32,35 +33,43 @@ def server_backbone(config: RunConfig) -> str | None:
     return None if spec == NO_CHECKPOINT else spec
 
 
-def server_fingerprint(config: RunConfig) -> str | None:
-    """Fingerprint of the server's backbone; ``None`` if it has none.
+def server_agreement(config: RunConfig) -> Agreement | None:
+    """What the server's backbone is; ``None`` if it has none.
 
     Raises
     ------
     BackboneError
         The backbone cannot be found.
+    ConfigError
+        A tap is not among its blocks.
     """
     spec = server_backbone(config)
     if spec is None:
         return None
     try:
-        return fingerprint(spec)
+        tokenizer = load_tokenizer(spec)
+        info, found = describe(spec), fingerprint(spec)
     except BackboneError as error:
         raise BackboneError(f"{error} (if only the devices have it, set server-backbone='{NO_CHECKPOINT}')") from error
+    plan_taps(config.taps, info.num_blocks)
+    return Agreement(
+        fingerprint=found,
+        template=template_id(tokenizer, config.task, template=config.template or None),
+        num_blocks=info.num_blocks,
+        hidden_size=info.hidden_size,
+        vocab_size=info.vocab_size,
+    )
 
 
 def make_ledger(roster: Roster) -> Ledger:
     """The agreement of a run whose devices are known; samples come in with the devices."""
-    profile = roster.devices[0].profile
-    return Ledger(
-        fingerprint=profile.fingerprint,
-        template=profile.template,
-        num_blocks=profile.num_blocks,
-        hidden_size=profile.hidden_size,
-        vocab_size=profile.vocab_size,
-        label_names=roster.label_names,
-        digests={},
-    )
+    agreed = Agreement.of(roster.devices[0].profile)
+    return Ledger(**asdict(agreed), label_names=roster.label_names, digests={})
+
+
+def agreement_of(ledger: Ledger) -> Agreement:
+    """What the devices of a run agreed on."""
+    return Agreement(**{field.name: getattr(ledger, field.name) for field in fields(Agreement)})
 
 
 def make_intake(config: RunConfig, ledger: Ledger) -> Intake:
@@ -92,14 +101,14 @@ def make_intake(config: RunConfig, ledger: Ledger) -> Intake:
 
 
 def make_tuning(
-    config: RunConfig, intake: Intake, cache: ActivationCache, ask_for_head: Callable[[], bytes]
+    config: RunConfig, intake: Intake, cache: ActivationCache, ask_for_head: Callable[[], BackboneHead]
 ) -> SideTuning:
     """The side networks at their start.
 
     Parameters
     ----------
     ask_for_head : callable
-        Gets the packed head from a device; called for a language model if the server has no checkpoint.
+        Gets the head from elsewhere; called for a language model if the server has no checkpoint.
     """
     network = SideNetworkConfig(
         width=intake.width,
@@ -129,9 +138,9 @@ def make_tuning(
     return SideTuning(network, training, config.scope, CacheReader(cache, intake.namespace, intake.width), head, device)
 
 
-def _head(config: RunConfig, ask_for_head: Callable[[], bytes]) -> Any:
+def _head(config: RunConfig, ask_for_head: Callable[[], BackboneHead]) -> BackboneHead:
     spec = server_backbone(config)
-    return load_head(spec) if spec is not None else BackboneHead.from_bytes(ask_for_head())
+    return load_head(spec) if spec is not None else ask_for_head()
 
 
 def make_settings(config: RunConfig, intake: Intake) -> SideTunedSettings:

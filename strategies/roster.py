@@ -1,8 +1,9 @@
 """Who takes part: devices that answered, checked against each other, in an order that every run repeats."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from flower_plugin.config import RunConfig
 from flower_plugin.messages import Profile
@@ -28,6 +29,22 @@ class Device:
 
 
 @dataclass(frozen=True)
+class Agreement:
+    """What the backbone of a run is, and how its samples become tokens: the same on every device."""
+
+    fingerprint: str
+    template: str
+    num_blocks: int
+    hidden_size: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, profile: Profile) -> "Agreement":
+        """What a device says of its own."""
+        return cls(**{field.name: getattr(profile, field.name) for field in fields(cls)})
+
+
+@dataclass(frozen=True)
 class Refusal:
     """A device that cannot take part, and why."""
 
@@ -44,7 +61,7 @@ class Roster:
     label_names: tuple[str, ...]
 
 
-def make_roster(profiles: Mapping[int, Profile], config: RunConfig, fingerprint: str | None) -> Roster:
+def make_roster(profiles: Mapping[int, Profile], config: RunConfig, agreement: Agreement | None) -> Roster:
     """Decide who takes part.
 
     Parameters
@@ -53,16 +70,15 @@ def make_roster(profiles: Mapping[int, Profile], config: RunConfig, fingerprint:
         Node id -> what the node said of itself.
     config : RunConfig
         Decides identities and class names.
-    fingerprint : str or None
-        Fingerprint of the server's own backbone. ``None``: the server has none, and the backbone that most
-        devices hold is taken.
+    agreement : Agreement or None
+        What the server's own backbone is. ``None``: the server has none, and what most devices have is taken.
 
     Returns
     -------
     Roster
         Devices sorted by partition, then tenant: the same in every run, whatever the node ids are.
     """
-    expected = fingerprint or _most_common_fingerprint(profiles)
+    expected = agreement or most_common(profiles.values())
     devices: dict[str, Device] = {}
     refusals: list[Refusal] = []
     for node_id, profile in sorted(profiles.items(), key=lambda item: (item[1].order, item[1].tenant)):
@@ -86,17 +102,27 @@ def in_order(devices: Iterable[Device]) -> tuple[Device, ...]:
     return tuple(sorted(devices, key=lambda device: (device.profile.order, device.tenant)))
 
 
-def _most_common_fingerprint(profiles: Mapping[int, Profile]) -> str | None:
-    counts = Counter(profile.fingerprint for profile in profiles.values())
-    return max(sorted(counts), key=lambda name: counts[name], default=None)
+def most_common(profiles: Iterable[Profile]) -> Agreement | None:
+    """What most devices have; of several equally common ones the first in order of the fingerprint."""
+    counts = Counter(Agreement.of(profile) for profile in profiles)
+    ordered = sorted(counts, key=lambda one: (one.fingerprint, one.template))
+    return max(ordered, key=lambda one: counts[one], default=None)
 
 
-def _reason_to_refuse(profile: Profile, fingerprint: str | None) -> str | None:
-    if profile.fingerprint != fingerprint:
+def _reason_to_refuse(profile: Profile, agreed: Agreement | None) -> str | None:
+    if agreed is None or profile.fingerprint != agreed.fingerprint:
+        fingerprint = agreed.fingerprint if agreed else None
         return (
             f"its backbone or tokenizer ({profile.model_type}, {profile.fingerprint[:12]}) is not that of the"
             f" run ({str(fingerprint)[:12]}); put the same checkpoint on the device"
         )
+    different = [
+        f"{field.name.replace('_', ' ')} {getattr(profile, field.name)} instead of {getattr(agreed, field.name)}"
+        for field in fields(Agreement)
+        if getattr(profile, field.name) != getattr(agreed, field.name)
+    ]
+    if different:
+        return f"it has {', '.join(different)}; install the same versions of flower-plugin and transformers"
     if not profile.digests and not profile.num_test:
         return "it has no usable sample; check 'data' and the column names in its node config"
     return None
@@ -107,5 +133,5 @@ def _all_labels(profiles: tuple[Profile, ...]) -> tuple[str, ...]:
     if len(orders) == 1:  # a source that knows its classes gives them in its own order
         return orders.pop()
     names = {name for order in orders for name in order}
-    numeric = all(name.lstrip("-").isdigit() for name in names)
+    numeric = all(re.fullmatch(r"-?[0-9]{1,18}", name) for name in names)
     return tuple(sorted(names, key=(lambda name: (int(name), name)) if numeric else None))

@@ -9,6 +9,7 @@ from flwr.app import Array, ArrayRecord
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 
+from flower_plugin.backbone import BackboneHead
 from flower_plugin.config import RunConfig
 from flower_plugin.errors import DeviceError
 from flower_plugin.side.cache import ActivationCache
@@ -16,14 +17,15 @@ from flower_plugin.side.export import save_side_tuned
 from flower_plugin.side.intake import Intake
 from flower_plugin.side.ledger import Ledger, load_ledger, save_ledger
 from flower_plugin.side.recipe import SampleKey
-from flower_plugin.side.tuning import SideTuning
+from flower_plugin.side.tuning import SideTuning, has_checkpoint
 
 from .enrolment import enrol, fetch_head, wait_for_nodes
 from .observe import Observe
-from .plan import make_intake, make_ledger, make_settings, make_tuning, server_fingerprint
+from .plan import agreement_of, make_intake, make_ledger, make_settings, make_tuning, server_agreement
 from .roster import Roster, in_order
 
 CHECKPOINT = "checkpoint"
+HEAD = "head.safetensors"
 
 
 class RunState:
@@ -45,17 +47,18 @@ class RunState:
 
     def __init__(self, config: RunConfig, folder: Path | None, observe: Observe) -> None:
         self.config = config
+        self.closed = False
         self.roster = Roster((), (), ())
         self._folder = folder
         self._observe = observe
-        self._fingerprint = server_fingerprint(config)
+        self._agreement = server_agreement(config)
         self._stopped = load_ledger(folder) if folder is not None else None
         self.cache = ActivationCache.open(config.cache_folder, int(config.cache_quota_gb * 1e9))
 
     @property
     def resumes(self) -> bool:
         """Whether epochs of a stopped run are there to go on from."""
-        return self._folder is not None and (self._folder / CHECKPOINT).exists()
+        return self._folder is not None and has_checkpoint(self._folder / CHECKPOINT)
 
     def open(self, grid: Grid) -> None:
         """Meet the devices, agree with them, and build the side networks.
@@ -67,7 +70,7 @@ class RunState:
         """
         fewest = 0 if self.resumes else self.config.min_devices
         nodes = wait_for_nodes(grid, fewest, self.config.wait_for_devices)
-        agreed = self._stopped.fingerprint if self._stopped else self._fingerprint
+        agreed = agreement_of(self._stopped) if self._stopped else self._agreement
         found = enrol(grid, nodes, self.config, agreed, self._observe)
         if len(found.devices) < fewest:
             raise DeviceError(
@@ -77,7 +80,7 @@ class RunState:
         self.ledger = self._stopped or make_ledger(found)
         self.intake = make_intake(self.config, self.ledger)
         self.admit(found)
-        self.tuning = make_tuning(self.config, self.intake, self.cache, lambda: self._fetch_head(grid))
+        self.tuning = make_tuning(self.config, self.intake, self.cache, lambda: self._find_head(grid))
         if self.resumes and self._folder is not None:
             self.tuning.load(self._folder / CHECKPOINT)
             log(INFO, "Going on after epoch %s", self.tuning.epoch)
@@ -85,7 +88,7 @@ class RunState:
     def enrol_again(self, grid: Grid, known: Iterable[int] = ()) -> Roster:
         """Ask all nodes but the ``known`` ones for their profiles and take in what is new."""
         nodes = set(grid.get_node_ids()) - set(known)
-        found = enrol(grid, nodes, self.config, self.intake.fingerprint, self._observe)
+        found = enrol(grid, nodes, self.config, agreement_of(self.ledger), self._observe)
         self.admit(found)
         return found
 
@@ -94,6 +97,12 @@ class RunState:
         by_tenant = {device.tenant: device for device in (*self.roster.devices, *found.devices)}
         self.roster = replace(self.roster, devices=in_order(by_tenant.values()))
         self.ledger = self.ledger.with_samples({d.tenant: d.profile.digests for d in self.roster.devices})
+        if self._folder is not None:
+            save_ledger(self.ledger, self._folder)
+
+    def refuse(self, tenant: str, digests: Iterable[bytes]) -> None:
+        """Note samples that a device cannot send: it is not asked for them again."""
+        self.ledger = self.ledger.with_refused(tenant, digests)
         if self._folder is not None:
             save_ledger(self.ledger, self._folder)
 
@@ -124,7 +133,17 @@ class RunState:
 
     def close(self) -> None:
         """Close the cache."""
+        self.closed = True
         self.cache.close()
 
-    def _fetch_head(self, grid: Grid) -> bytes:
-        return fetch_head(grid, self.roster, self.config, self.ledger.fingerprint)
+    def _find_head(self, grid: Grid) -> BackboneHead:
+        """The head that a stopped run left, or else a device's; kept, since devices may leave after stage one."""
+        path = self._folder / HEAD if self._folder is not None else None
+        if path is not None and path.exists():
+            return BackboneHead.from_bytes(path.read_bytes())
+        head = fetch_head(grid, self.roster, self.config, self.ledger)
+        if path is not None:
+            draft = path.with_name(f"{HEAD}.new")
+            draft.write_bytes(head.to_bytes())
+            draft.replace(path)
+        return head

@@ -1,5 +1,6 @@
 """Stage one: every device forwards each of its samples once; what it sends is checked and cached."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from .exchange import Answer, Exchange
 from .observe import Observe
 from .roster import Device
 from .run_state import RunState
+
+COSTS = ("device_seconds", "device_cpu_seconds", "forwarded_tokens", "sent_tokens", "device_peak_mb")
 
 
 @dataclass(frozen=True)
@@ -84,14 +87,14 @@ class StageOne:
             if answer.reply is None:
                 raise DeviceError(answer.problem)
             reply = ActivationReply.from_records(answer.reply.content)
-            arrived = self._accept(shift.device, reply)
-            wanted = self._still_wanted(shift, reply, arrived)
+            done = self._accept(shift, reply)
+            self._report(shift, reply, len(done) - len(done.intersection(reply.refused)))
+            wanted = self._still_wanted(shift, reply, done)
         except CacheError:
             raise
         except FlowerPluginError as error:
             self._fail(shift.device, str(error))
             return None
-        self._report(shift, reply, len(arrived))
         return Shift(shift.device, wanted, shift.number + 1) if wanted else None
 
     def ask_again(self, grid: Grid) -> None:
@@ -103,26 +106,30 @@ class StageOne:
         for _ in self.run(self.first_shifts(returned.devices)):
             pass
 
-    def _accept(self, device: Device, reply: ActivationReply) -> frozenset[bytes]:
-        if self._state.config.identity == "device" and reply.tenant != device.tenant:
+    def _accept(self, shift: Shift, reply: ActivationReply) -> frozenset[bytes]:
+        device, state = shift.device, self._state
+        if state.config.identity == "device" and reply.tenant != device.tenant:
             raise PayloadError("it answers for another device")
-        shipment = self._state.intake.unpack(reply.payload, reply.index, set(device.profile.digests))
-        self._state.cache.put(self._state.intake.namespace(device.tenant), shipment)
-        return frozenset(shipment.digests)
+        wanted = set(shift.wanted)
+        shipment = state.intake.unpack(reply.payload, reply.index, wanted)
+        state.cache.put(state.intake.namespace(device.tenant), shipment)
+        refused = wanted.intersection(reply.refused).difference(shipment.digests)
+        if refused:
+            state.refuse(device.tenant, refused)
+        return frozenset(shipment.digests) | refused
 
-    def _still_wanted(self, shift: Shift, reply: ActivationReply, arrived: frozenset[bytes]) -> tuple[bytes, ...]:
+    def _still_wanted(self, shift: Shift, reply: ActivationReply, done: frozenset[bytes]) -> tuple[bytes, ...]:
         # Not what the cache lacks: one that is too small would make the devices send for ever.
-        if not reply.remaining:
-            return ()
-        done = arrived.union(reply.refused)
         wanted = tuple(digest for digest in shift.wanted if digest not in done)
-        if len(wanted) == len(shift.wanted):
+        if wanted and not reply.remaining:
+            raise PayloadError(f"it left out {len(wanted)} samples without a word")
+        if wanted and len(wanted) == len(shift.wanted):
             raise PayloadError(f"it sent nothing, and still has {len(wanted)} samples to send")
         return wanted
 
     def _missing(self, device: Device) -> tuple[bytes, ...]:
         namespace = self._state.intake.namespace(device.tenant)
-        return tuple(self._state.cache.missing(namespace, device.profile.digests))
+        return tuple(self._state.cache.missing(namespace, self._state.ledger.wanted(device.tenant)))
 
     def _request(self, shift: Shift) -> Message:
         node_id, config = shift.device.node_id, self._state.config
@@ -143,7 +150,8 @@ class StageOne:
             "bytes": size,
             "round_trip_seconds": round(time.monotonic() - shift.started, 3),
         }
-        self._observe("shift", {**reply.costs, **facts})
+        costs = {name: reply.costs[name] for name in COSTS if math.isfinite(reply.costs.get(name, math.nan))}
+        self._observe("shift", {**costs, **facts})
         log(
             INFO, "Stage one: node %s sent %s samples in %.2f MB, %s to come",
             device.node_id, stored, size / 1e6, reply.remaining,

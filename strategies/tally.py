@@ -30,8 +30,13 @@ class Tally:
     sent_tokens: float = 0.0
     forwarded_tokens: float = 0.0
     faults: int = 0
-    refused_devices: int = 0
+    refused_nodes: set[int] = field(default_factory=set)
     skipped_steps: int = 0
+
+    @property
+    def refused_devices(self) -> int:
+        """Nodes that took no part."""
+        return len(self.refused_nodes)
 
     @property
     def stage_two_messages(self) -> int:
@@ -53,7 +58,7 @@ class Tally:
         elif event == "fault":
             self.faults += 1
         elif event == "refused":
-            self.refused_devices += 1
+            self.refused_nodes.add(fields["node"])
 
     def _note_shift(self, fields: Mapping[str, Any]) -> None:
         server_round = fields["round"]

@@ -10,7 +10,7 @@ from .fingerprint import fingerprint
 from .gguf import place_of
 from .layout import token_embedding
 from .load import load_config
-from .skeleton import build_skeleton
+from .skeleton import build_skeleton, most_tokens
 from .source import BackboneSource, local_folder, resolve
 
 
@@ -24,6 +24,8 @@ class BackboneInfo:
         The family, as its config names it.
     num_blocks, hidden_size, vocab_size
         Block calls in a forward pass, width of their outputs, rows of the token embedding.
+    max_tokens
+        Most tokens that the model can read, where it has a table of positions; None where it computes them (rotary).
     fingerprint
         See `fingerprint`; None where only the config is at hand.
     """
@@ -32,6 +34,7 @@ class BackboneInfo:
     num_blocks: int
     hidden_size: int
     vocab_size: int
+    max_tokens: int | None
     fingerprint: str | None
 
 
@@ -58,5 +61,6 @@ def describe(spec: str | BackboneSource, *, cache_folder: Path | None = None) ->
         num_blocks=len(layout.blocks),
         hidden_size=layout.width,
         vocab_size=token_embedding(model).shape[0],
+        max_tokens=most_tokens(model),
         fingerprint=fingerprint(source) if known else None,
     )

@@ -1,5 +1,6 @@
 """A model without weights: built on the meta device, to look at its parts or to hold its head alone."""
 
+import re
 from typing import Any
 
 import torch
@@ -10,6 +11,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from flower_plugin.errors import BackboneError
 
 from .layout import BlockCall, Layout, intercepted, probe, switched_off
+
+_POSITIONS = re.compile(r"wpe|(embed_)?positions?(_embed|_embeddings?)?|pos_embed(dings?)?")
+# Families whose attention biases are made for a fixed number of tokens, and where their config says it.
+_BIASED = {"mpt": "max_seq_len"}
 
 
 def build_skeleton(config: PretrainedConfig, auto: Any) -> tuple[PreTrainedModel, Layout]:
@@ -22,9 +27,12 @@ def build_skeleton(config: PretrainedConfig, auto: Any) -> tuple[PreTrainedModel
     """
     try:
         return _build(config, auto, torch.float32)
-    except BackboneError:
-        # The one dtype in which grouped matrix products of experts run on the meta device.
-        return _build(config, auto, torch.bfloat16)
+    except BackboneError as error:
+        try:
+            # The one dtype in which grouped matrix products of experts run on the meta device.
+            return _build(config, auto, torch.bfloat16)
+        except BackboneError:
+            raise error from error.__cause__  # what is wrong with the model, not with this second attempt
 
 
 def _build(config: PretrainedConfig, auto: Any, dtype: torch.dtype) -> tuple[PreTrainedModel, Layout]:
@@ -38,6 +46,38 @@ def _build(config: PretrainedConfig, auto: Any, dtype: torch.dtype) -> tuple[Pre
     model.eval().requires_grad_(False)
     with _Yes():
         return model, probe(model, causal=False).layout
+
+
+def most_tokens(model: PreTrainedModel) -> int | None:
+    """Return how many tokens a model's table of positions reaches; None where positions are computed.
+
+    A table is an embedding, or a buffer of computed vectors (GPT-J), that is named after positions. Some families
+    leave its first rows out: those up to the padding index (RoBERTa), or a fixed number of them (OPT).
+    """
+    config = model.config
+    if config.model_type in _BIASED:
+        return int(getattr(config, _BIASED[config.model_type]))
+    sizes = [
+        table.num_embeddings - _first_position(table)
+        for name, table in model.named_modules()
+        if isinstance(table, nn.Embedding) and _names_positions(name)
+    ]
+    sizes += [len(table) for name, table in model.named_buffers() if table.dim() == 2 and _names_positions(name)]
+    said = getattr(config, "max_position_embeddings", None)
+    if sizes and isinstance(said, int) and said > 0:
+        sizes.append(said)  # a table may have more rows than the family uses (Nystromformer)
+    return min(sizes, default=None)
+
+
+def _names_positions(name: str) -> bool:
+    return _POSITIONS.fullmatch(name.rpartition(".")[2]) is not None
+
+
+def _first_position(table: nn.Embedding) -> int:
+    offset = getattr(table, "offset", None)
+    if isinstance(offset, int):
+        return offset
+    return 0 if table.padding_idx is None else table.padding_idx + 1
 
 
 def head_tensors(model: PreTrainedModel, layout: Layout) -> dict[str, tuple[str, ...]]:

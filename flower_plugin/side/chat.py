@@ -14,13 +14,14 @@ Messages = list[dict[str, str]]
 class Layout:
     """A text and the spans [start, end) of its characters that carry the loss (None: all of it).
 
-    ``ends``: whether an end-of-sequence token is to follow.
+    ``ends``: whether an end-of-sequence token is to follow. ``shortened``: whether parts of it were left out.
     """
 
     text: str
     spans: tuple[Span, ...] | None = None
     add_special_tokens: bool = True
     ends: bool = False
+    shortened: bool = False
 
 
 def lay_out(sample: Sample, number: int, tokenizer: Any, template: str | None) -> Layout:
@@ -53,6 +54,24 @@ def lay_out(sample: Sample, number: int, tokenizer: Any, template: str | None) -
     except Exception as error:  # templates raise jinja2's and their own errors
         raise DataError(f"the chat template refuses sample {number}: {error}") from error
     return Layout(text, spans, add_special_tokens=False)
+
+
+def shorten(layout: Layout, limit: int, begin: str | None) -> Layout:
+    """Leave out what cannot be read anyway: all but ``limit`` characters before, and after, the last response.
+
+    Of a plain text the first ``limit`` characters stay. The begin-of-sequence token ``begin`` stays in front.
+    """
+    text = layout.text
+    first = next((low for low, high in reversed(layout.spans or ()) if low < high), 0)
+    start, end = max(0, first - limit), min(len(text), first + limit)
+    if start == 0 and end == len(text):
+        return layout
+    head = begin if start and begin and text.startswith(begin) else ""
+    shift = len(head) - start
+    spans = layout.spans and tuple(
+        (max(low, start) + shift, min(high, end) + shift) for low, high in layout.spans if high > start and low < end
+    )
+    return Layout(head + text[start:end], spans, layout.add_special_tokens, layout.ends and end == len(text), True)
 
 
 class _Renderer:
@@ -115,9 +134,15 @@ _MARKERS = ("\u2460first\u2461", "\u2462second\u2463")  # unlike at both ends, a
 
 
 def _agreement(first: str, second: str) -> int:
-    """Return the length of the beginning that two texts share."""
-    unequal = (place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
-    return next(unequal, min(len(first), len(second)))
+    """Return the length of the beginning that two texts share, found by halving: texts may be long."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _end_of_turn(whole: str, start: int, content: str) -> int:

@@ -1,6 +1,13 @@
-"""A trainer's whole state in one file, so that a stopped run goes on as if it had not been stopped."""
+"""Trainers' whole state in files, so that a stopped run goes on as if it had not been stopped.
+
+The trainers of an epoch lie in one folder, which gets its name when all of them are written: a stop at any
+moment leaves either the epoch before or this one, of all trainers alike.
+"""
 
 import os
+import re
+import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +21,41 @@ from .trainer import Evaluation, Snapshot, Trainer
 
 FORMAT = "trainer-1"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+# Saved again in the same epoch, the folder gets another name: one that holds files cannot be replaced in one step.
+_EPOCH = re.compile(r"epoch-(\d{6,})(?:-(\d+))?")
+_DRAFT = ".new"
+
+
+def save_epoch(trainers: Mapping[str, Trainer], folder: Path, epoch: int) -> None:
+    """Write the state of all trainers, by name, to a fresh folder in `folder`; then remove older ones.
+
+    Raises
+    ------
+    CacheError
+        It cannot be written; what was saved before is intact.
+    """
+    same = [again for found, again in map(_number, _epochs(folder)) if found == epoch]
+    target = folder / (f"epoch-{epoch:06d}" + (f"-{max(same) + 1}" if same else ""))
+    draft = target.with_name(target.name + _DRAFT)
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        for name, trainer in trainers.items():
+            _write_synced(draft / name, _packed(trainer))
+        _sync_folder(draft)
+        draft.replace(target)
+        _sync_folder(folder)
+    except OSError as error:
+        raise CacheError(f"the checkpoint {target} cannot be written: {error}; the one before is intact") from error
+    for old in folder.glob("epoch-*"):
+        if old != target and _EPOCH.fullmatch(old.name.removesuffix(_DRAFT)):
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def newest_epoch(folder: Path) -> dict[str, Path]:
+    """Name of each trainer -> its file, of the newest epoch that was saved as a whole; empty if there is none."""
+    epochs = _epochs(folder)
+    return {path.name: path for path in sorted(epochs[-1].iterdir())} if epochs else {}
 
 
 def save_checkpoint(trainer: Trainer, path: Path) -> None:
@@ -24,6 +66,17 @@ def save_checkpoint(trainer: Trainer, path: Path) -> None:
     CacheError
         The file cannot be written.
     """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(path.name + _DRAFT)
+        _write_synced(draft, _packed(trainer))
+        draft.replace(path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise CacheError(f"the checkpoint {path} cannot be written: {error}; the one before is intact") from error
+
+
+def _packed(trainer: Trainer) -> bytes:
     best = trainer.best
     facts = {
         "format": FORMAT,
@@ -41,11 +94,7 @@ def save_checkpoint(trainer: Trainer, path: Path) -> None:
     for name, parameter in trainer.network.named_parameters():
         moments = trainer.optimizer.state.get(parameter, {})
         tensors |= {f"{moment}/{name}": moments[moment] for moment in MOMENTS if moment in moments}
-    data = pack_tensors(tensors, facts)
-    try:
-        _write_whole(path, data)
-    except OSError as error:
-        raise CacheError(f"the checkpoint {path} cannot be written: {error}; the one before is intact") from error
+    return pack_tensors(tensors, facts)
 
 
 def load_checkpoint(trainer: Trainer, path: Path) -> None:
@@ -97,16 +146,28 @@ def _figures(evaluation: Evaluation) -> dict[str, Any]:
     return asdict(replace(evaluation, seconds=0.0, read_seconds=0.0, losses=None))
 
 
-def _write_whole(path: Path, data: bytes) -> None:
-    """Replace a file in one step that outlives a power cut: temporary file, sync, rename, sync of the folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".new")
-    with draft.open("wb") as file:
+def _epochs(folder: Path) -> list[Path]:
+    """Folders of epochs that were saved as a whole, oldest first."""
+    found = [path for path in folder.glob("epoch-*") if _EPOCH.fullmatch(path.name) and path.is_dir()]
+    return sorted((path for path in found if any(path.iterdir())), key=_number)
+
+
+def _number(path: Path) -> tuple[int, int]:
+    match = _EPOCH.fullmatch(path.name)
+    assert match is not None
+    return int(match[1]), int(match[2] or 0)
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    draft.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
+
+
+def _sync_folder(path: Path) -> None:
+    """Make names in a folder outlive a power cut."""
+    folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:

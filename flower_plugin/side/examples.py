@@ -30,7 +30,7 @@ class Example:
     Attributes
     ----------
     digest
-        16 bytes: keyed hash of the sample's content and label.
+        16 bytes: hash of the sample's content and label; see `digest_of`.
     input_ids
         int32 [length]. For a causal LM it ends at the last loss position: later tokens influence nothing.
     loss_positions
@@ -98,9 +98,10 @@ class Collated:
 
 
 def digest_of(sample: Sample, key: bytes) -> bytes:
-    """Return the 16-byte BLAKE2b hash of a sample's content and label under a device's secret key.
+    """Return the 16-byte BLAKE2b hash of a sample's content and label.
 
-    ``key`` has at most 64 bytes. Without the key nobody can test whether a device holds a guessed text.
+    ``key`` has at most 64 bytes. With an empty key this is a plain content hash: alike on every device, and whoever
+    sees it can test whether a guessed text is behind it. Only a secret key hides that.
     """
     content = [sample.text, sample.prompt, sample.response, sample.messages, sample.label]
     canonical = json.dumps(content, separators=(",", ":")).encode("ascii")
@@ -144,7 +145,7 @@ def build_examples(
     max_length
         Most tokens of an example, at least 4.
     key
-        The device's secret for the digests, at most 64 bytes.
+        Key of the digests, at most 64 bytes; empty: plain content hashes.
     template
         A Jinja chat template to use instead of the tokenizer's own (causal LM only).
 

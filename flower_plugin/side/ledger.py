@@ -1,7 +1,7 @@
 """What a run agreed on and whose samples it trains on: enough to go on without the devices."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -24,6 +24,8 @@ class Ledger(BaseModel):
         Classes in the order of their indices.
     digests : dict
         Tenant -> its training samples (32 hex digits each) in the device's order.
+    refused : dict
+        Tenant -> samples that the device cannot send, and is not asked for again.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -35,11 +37,22 @@ class Ledger(BaseModel):
     vocab_size: int
     label_names: tuple[str, ...]
     digests: dict[str, tuple[str, ...]]
+    refused: dict[str, tuple[str, ...]] = {}
 
     def with_samples(self, digests: Mapping[str, tuple[bytes, ...]]) -> "Ledger":
         """A ledger in which these tenants' samples are new or renewed; the other tenants stay."""
         renewed = {tenant: tuple(d.hex() for d in theirs) for tenant, theirs in digests.items()}
         return self.model_copy(update={"digests": {**self.digests, **renewed}})
+
+    def with_refused(self, tenant: str, digests: Iterable[bytes]) -> "Ledger":
+        """A ledger that knows further samples which a device cannot send."""
+        theirs = {*self.refused.get(tenant, ()), *(digest.hex() for digest in digests)}
+        return self.model_copy(update={"refused": {**self.refused, tenant: tuple(sorted(theirs))}})
+
+    def wanted(self, tenant: str) -> tuple[bytes, ...]:
+        """A tenant's samples without those that the device cannot send."""
+        refused = set(self.refused.get(tenant, ()))
+        return tuple(bytes.fromhex(digest) for digest in self.digests.get(tenant, ()) if digest not in refused)
 
     def samples(self, tenant: str) -> tuple[bytes, ...]:
         """A tenant's samples."""
@@ -47,13 +60,22 @@ class Ledger(BaseModel):
 
 
 def save_ledger(ledger: Ledger, folder: Path) -> None:
-    """Write the ledger, whole or not at all."""
+    """Write the ledger, whole or not at all.
+
+    Raises
+    ------
+    CacheError
+        It cannot be written.
+    """
     draft = folder / f"{LEDGER}.new"
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(ledger.model_dump_json())
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(folder / LEDGER)
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(ledger.model_dump_json())
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(folder / LEDGER)
+    except OSError as error:
+        raise CacheError(f"{folder / LEDGER} cannot be written: {error}; free disk space and resume") from error
 
 
 def load_ledger(folder: Path) -> Ledger | None:

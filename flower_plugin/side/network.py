@@ -18,6 +18,7 @@ from flower_plugin.errors import ConfigError
 _MAX_WIDTH = 1 << 20
 _MAX_TAPS = 1024
 _MAX_LABELS = 1 << 20
+_SAFE = 1e15  # the squares of a row's values add up to a float32
 
 
 @dataclass(frozen=True)
@@ -144,12 +145,14 @@ class VectorNorm(nn.GroupNorm):
 
     @torch.no_grad()
     def calibrate(self, states: Tensor) -> None:
-        """Set scale and shift from rows [tokens, width]."""
+        """Set scale and shift from rows [tokens, width], unless these give no finite ones."""
         plain = nn.functional.group_norm(states.float(), self.num_groups, eps=self.eps)
         deviation = plain.std(0, correction=0)
         scale = 1 / (deviation + self._FLOOR * deviation.mean()).clamp_min(1e-6)
-        self.weight.copy_(scale)
-        self.bias.copy_(-plain.mean(0) * scale)
+        shift = -plain.mean(0) * scale
+        if bool((scale.isfinite() & shift.isfinite()).all()):
+            self.weight.copy_(scale)
+            self.bias.copy_(shift)
 
 
 class Tap(nn.Module):
@@ -246,13 +249,25 @@ class SideNetwork(nn.Module):
         return delta
 
     def calibrate(self, states: Tensor) -> None:
-        """Start all norms from data: states [tokens, taps, width] of some training samples (32 or more)."""
-        self._check(states)
+        """Start all norms from the usable rows, two or more, of states [tokens, taps, width]; 32 are good."""
+        states = states[self.usable(states)]
+        if len(states) < 2:
+            return
         for index, tap in enumerate(self.taps):
             assert isinstance(tap, Tap)
             tap.norm.calibrate(states[:, index])
         if self.classifier is not None:
             self.classifier.norm.calibrate(states[:, -1])
+
+    @torch.no_grad()
+    def usable(self, states: Tensor) -> Tensor:
+        """Return which rows can be normalised (finite, and their squares too): [tokens, ...] -> bool [tokens]."""
+        self._check(states)
+        low, high = states.aminmax() if len(states) else (0.0, 0.0)
+        if low > -_SAFE and high < _SAFE:
+            return torch.ones(len(states), dtype=torch.bool, device=states.device)
+        one = self.config.width // self.config.vectors
+        return states.float().reshape(len(states), -1, one).var(-1, correction=0).isfinite().all(1)
 
     def _check(self, states: Tensor) -> None:
         expected = (len(self.config.taps), self.config.width)

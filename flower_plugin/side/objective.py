@@ -1,4 +1,4 @@
-"""What a side network is trained for: the cross entropy of a classifier, or of the backbone's own head."""
+"""What a side network is trained for: the cross entropy of a classifier, or of the backbone's own head; and how."""
 
 from collections.abc import Callable
 
@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from flower_plugin.errors import DataError
+
+from .network import SideNetwork
 from .recipe import TrainConfig
 
 Head = Callable[[Tensor], Tensor]
@@ -32,14 +35,15 @@ class Objective:
             return self._backward_classifier(network, states, targets)
         return self._backward_language_model(self._head, network(states), targets)
 
-    def score(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-        """Return the loss of each token [tokens] and the number of right answers, without gradients."""
-        losses, correct = [], 0
+    @torch.no_grad()
+    def score(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss of each token, and whether its answer is right: both [tokens], on the CPU."""
+        losses, right = [], []
         for rows in self._chunks(len(targets)):
             logits = outputs[rows] if self._head is None else self._head(outputs[rows]).float()
             losses.append(cross_entropy(logits, targets[rows], reduction="none").cpu())
-            correct += _right(logits, targets[rows])
-        return torch.cat(losses), correct
+            right.append((logits.argmax(-1) == targets[rows]).cpu())
+        return torch.cat([torch.empty(0), *losses]), torch.cat([torch.empty(0, dtype=torch.bool), *right])
 
     def _backward_classifier(
         self, network: Callable[[Tensor], Tensor], states: Tensor, targets: Tensor
@@ -92,3 +96,31 @@ class Objective:
 
 def _right(logits: Tensor, targets: Tensor) -> int:
     return int((logits.argmax(-1) == targets).sum())
+
+
+def check_batch(states: Tensor, targets: Tensor, num_labels: int | None) -> None:
+    """Refuse a batch that no loss can be computed of.
+
+    Raises
+    ------
+    DataError
+        Not as many targets [tokens] as states [tokens, taps, width], or one that is no class.
+    """
+    if len(states) != len(targets):
+        raise DataError(f"A cached batch has {len(states)} states but {len(targets)} targets.")
+    low, high = (int(targets.min()), int(targets.max())) if len(targets) else (0, 0)
+    if low < 0 or (num_labels is not None and high >= num_labels):
+        raise DataError(
+            f"Cached targets {low} to {high} do not fit {num_labels or 'the'} classes: check the label names."
+        )
+
+
+def new_optimizer(network: SideNetwork, config: TrainConfig) -> torch.optim.AdamW:
+    """Return AdamW with weight decay on matrices only."""
+    matrices = [p for p in network.parameters() if p.ndim > 1]
+    others = [p for p in network.parameters() if p.ndim <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import cache
 
+import torch
 from torch import Tensor
 
 from .cache import AbsentSamplesError, ActivationCache
@@ -38,23 +39,28 @@ class CacheReader:
         """Return states float32 [tokens, taps, width], targets int64 [tokens], tokens per sample [samples].
 
         Samples that are gone are left out and counted: a cache that is too small costs samples, not the run.
+        Where all are gone, the batch is empty: no token, no sample.
 
         Raises
         ------
         CacheError
-            None of the samples is there.
+            The cache cannot be read.
         """
         one = self._namespace(keys[0].tenant)
         batch = self._fetch([self._namespace(key.tenant).key(key.digest) for key in keys])
+        if batch is None:
+            nothing = torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, len(one.taps), self._width), nothing, nothing.clone()
         return batch.tensors(one.codec, len(one.taps), self._width)
 
-    def _fetch(self, keys: list[bytes]) -> Batch:
-        try:
-            return self._store.fetch(keys)
-        except AbsentSamplesError as error:
-            gone = {*error.missing, *error.damaged}
-            there = [key for key in keys if key not in gone]
-            if not there:
-                raise
-            self.lost += len(gone)
-            return self._store.fetch(there)
+    def _fetch(self, keys: list[bytes]) -> Batch | None:
+        # Again and again, since other processes evict meanwhile; each time fewer are asked for.
+        while keys:
+            try:
+                return self._store.fetch(keys)
+            except AbsentSamplesError as error:
+                gone = {*error.missing, *error.damaged}
+                there = [key for key in keys if key not in gone]
+                self.lost += len(keys) - len(there)
+                keys = there
+        return None

@@ -111,6 +111,14 @@ def group_by_tenant(keys: Sequence[SampleKey]) -> dict[str, list[SampleKey]]:
     return grouped
 
 
+def name_samples(keys: Sequence[SampleKey], found: int) -> str:
+    """Return a name, 32 hex digits, for the content and the order of samples of which so many were found."""
+    state = blake2b(found.to_bytes(8, "little"), digest_size=16)
+    for key in keys:
+        state.update(key.digest)
+    return state.hexdigest()
+
+
 def split_held_out(
     keys_by_tenant: Mapping[str, Sequence[SampleKey]], fraction: float, seed: int
 ) -> tuple[dict[str, list[SampleKey]], list[SampleKey]]:

@@ -25,6 +25,9 @@ from .codec import Codec, decode_states, get_codec
 DIGEST_BYTES = 16
 UNBOUND = bytes(16)
 """The namespace of shipments that are not bound to one."""
+LARGEST_ACTIVATION = 1e6
+"""Largest magnitude that is taken for an activation: those of real backbones stay below 1e5, while squares and
+sums of much larger values, finite as they are, overflow in training."""
 
 Bytes = NDArray[np.uint8]
 
@@ -189,7 +192,7 @@ def unpack(
     Returns
     -------
     Shipment
-        Its rows are a view of ``payload``; all of them decode to finite values.
+        Its rows are a view of ``payload``; all of them decode to values of at most ``LARGEST_ACTIVATION``.
 
     Raises
     ------
@@ -215,7 +218,7 @@ def unpack(
 
     digests, tokens, targets = _read_body(body, samples, total, target_limit)
     shipment = Shipment(codec, taps, width, digests, tokens, targets, payload.reshape(total, row), namespace)
-    _refuse_non_finite(shipment)
+    _refuse_wild_values(shipment)
     return shipment
 
 
@@ -248,15 +251,20 @@ def _read_body(
     return digests, counts.astype(np.int32), targets
 
 
-def _refuse_non_finite(shipment: Shipment) -> None:
+def _refuse_wild_values(shipment: Shipment) -> None:
     codec, ends = get_codec(shipment.codec), np.cumsum(shipment.tokens)
     for start in range(0, len(shipment.rows), _CHECK_ROWS):
         rows = torch.tensor(shipment.rows[start : start + _CHECK_ROWS])
-        finite = decode_states(codec, rows, shipment.taps, shipment.width).isfinite().flatten(1).all(1)
-        if not bool(finite.all()):
-            token = start + int((~finite).nonzero()[0])
-            digest = shipment.digests[int(np.searchsorted(ends, token, side="right"))]
-            raise PayloadError(f"shipment: activations of sample {digest.hex()} hold NaN or infinity")
+        largest = decode_states(codec, rows, shipment.taps, shipment.width).flatten(1).abs().amax(1)
+        wild = ~(largest <= LARGEST_ACTIVATION)  # Of NaN as well.
+        if bool(wild.any()):
+            at = int(wild.nonzero()[0])
+            digest = shipment.digests[int(np.searchsorted(ends, start + at, side="right"))]
+            found = float(largest[at])
+            raise PayloadError(
+                f"shipment: activations of sample {digest.hex()} hold "
+                + (f"{found:g}; at most {LARGEST_ACTIVATION:g} is allowed" if found < np.inf else "NaN or infinity")
+            )
 
 
 def _flat_bytes(array: Bytes, name: str) -> Bytes:

@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 
 from flower_plugin.data.sample import Sample
 
-from .chat import Layout, Span, lay_out
-
-Ints = NDArray[np.int32]
+from .chat import Layout, Span, lay_out, shorten
+from .framing import Framer, Ints, chunks, longest_first, make_framer, readable
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -25,6 +24,9 @@ class Tokenised:
     token_types: Ints | None = None
 
 
+_NOTHING = Tokenised(np.zeros(0, np.int32), np.zeros(0, np.bool_))
+
+
 def chat_template(tokenizer: Any, template: str | None) -> str | None:
     """Return the chat template in force: the given one, else the tokenizer's own, else None."""
     if template or not getattr(tokenizer, "chat_template", None):
@@ -34,24 +36,16 @@ def chat_template(tokenizer: Any, template: str | None) -> str | None:
 
 
 def tokenise_classification(samples: Sequence[Sample], tokenizer: Any, max_length: int) -> list[Tokenised]:
-    """Tokenise texts and sentence pairs with the tokenizer's special tokens, cut to ``max_length``."""
-    single = [i for i, sample in enumerate(samples) if sample.prompt is None]
-    double = [i for i, sample in enumerate(samples) if sample.prompt is not None]
+    """Tokenise texts and sentence pairs with the tokenizer's special tokens, cut to ``max_length``.
+
+    Of a pair the longer half is cut. The cost depends on ``max_length``, not on how long a text is: beyond 64
+    characters for each token (4096 at least) nothing is read.
+    """
     results: dict[int, Tokenised] = {}
-    for chosen in (single, double):
-        if not chosen:
-            continue
-        texts = [clean(_whole_text(samples[i])) for i in chosen]
-        pairs = [clean(samples[i].response or "") for i in chosen] if chosen is double else None
-        specials = tokenizer.num_special_tokens_to_add(pair=pairs is not None)
-        encoded = tokenizer(texts, pairs, truncation=True, max_length=max_length)
-        types = encoded.get("token_type_ids") if pairs else None
-        cut = _was_cut(encoded, texts, pairs, tokenizer, max_length)
-        for place, i in enumerate(chosen):
-            ids = np.asarray(encoded["input_ids"][place], np.int32)
-            ids = ids[:0] if len(ids) <= specials else ids
-            kinds = np.asarray(types[place], np.int32) if types else None
-            results[i] = Tokenised(ids, np.zeros(len(ids), np.bool_), cut[place], kinds)
+    for halves in (1, 2):
+        chosen = [i for i, sample in enumerate(samples) if (1 if sample.prompt is None else 2) == halves]
+        texts = [text for i in chosen for text in _texts(samples[i])]
+        results.update(zip(chosen, _framed(texts, halves, tokenizer, max_length), strict=True))
     return [results[i] for i in range(len(samples))]
 
 
@@ -65,14 +59,17 @@ def tokenise_language(
     DataError
         If a conversation comes without a chat template, or the template refuses it.
     """
-    layouts = [lay_out(sample, number, tokenizer, template) for number, sample in samples]
+    limit, begin = readable(max_length), getattr(tokenizer, "bos_token", None)
+    layouts = [shorten(lay_out(sample, number, tokenizer, template), limit, begin) for number, sample in samples]
     results: dict[int, Tokenised] = {}
     for specials in (True, False):
         chosen = [i for i, layout in enumerate(layouts) if layout.add_special_tokens is specials]
         if not chosen:
             continue
-        for i, (ids, loss) in zip(chosen, _encode([layouts[i] for i in chosen], tokenizer), strict=True):
-            results[i] = _cut(ids, loss, layouts[i], max_length, tokenizer.bos_token_id)
+        for chunk in chunks([layouts[i].text for i in chosen]):
+            some = chosen[chunk]
+            for i, (ids, loss) in zip(some, _encode([layouts[i] for i in some], tokenizer), strict=True):
+                results[i] = _cut(ids, loss, layouts[i], max_length, tokenizer.bos_token_id)
     return [results[i] for i in range(len(samples))]
 
 
@@ -81,18 +78,65 @@ def clean(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _whole_text(sample: Sample) -> str:
+@dataclass(frozen=True, eq=False, slots=True)
+class _Half:
+    """The token ids of a text, at most as many as there is room for, and how many there are in all."""
+
+    ids: Ints
+    length: int
+
+
+def _texts(sample: Sample) -> tuple[str, ...]:
+    if sample.prompt is not None:
+        return sample.prompt, sample.response or ""
     if sample.messages is not None:
-        return "\n".join(content for _, content in sample.messages)
-    return sample.text if sample.text is not None else sample.prompt or ""
+        return ("\n".join(content for _, content in sample.messages),)
+    return (sample.text or "",)
 
 
-def _was_cut(encoded: Any, texts: list[str], pairs: list[str] | None, tokenizer: Any, max_length: int) -> list[bool]:
-    if encoded.encodings is not None:
-        return [bool(encoding.overflowing) for encoding in encoded.encodings]
-    # A tokenizer in Python keeps no overflow: look at the full lengths.
-    full = tokenizer(texts, pairs, verbose=False)["input_ids"]
-    return [len(ids) > max_length for ids in full]
+def _framed(texts: Sequence[str], halves: int, tokenizer: Any, max_length: int) -> list[Tokenised]:
+    """Encode texts, of which ``halves`` neighbours make a sample."""
+    room = max(0, max_length - tokenizer.num_special_tokens_to_add(pair=halves == 2))
+    limit, left = readable(max_length), tokenizer.truncation_side == "left"
+    read = [clean(text[-limit:] if left else text[:limit]) for text in texts]
+    parts = _encode_halves(read, tokenizer, room)
+    spoken = [text for text, part in zip(read, parts, strict=True) if part.length]
+    if not spoken or not room:
+        return [_NOTHING] * (len(texts) // halves)
+    framer = make_framer(tokenizer, min(spoken, key=len), halves)
+    groups = [slice(i, i + halves) for i in range(0, len(parts), halves)]
+    return [_join(parts[group], room, framer, left, max(map(len, texts[group])) > limit) for group in groups]
+
+
+def _encode_halves(texts: Sequence[str], tokenizer: Any, room: int) -> list[_Half]:
+    left = tokenizer.truncation_side == "left"
+    found: list[_Half] = []
+    for chunk in chunks(texts):
+        encoded = tokenizer(
+            texts[chunk],
+            add_special_tokens=False,
+            truncation=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        found += [_Half(_keep(np.asarray(ids, np.int32), room, left), len(ids)) for ids in encoded["input_ids"]]
+    return found
+
+
+def _join(parts: Sequence[_Half], room: int, framer: Framer, left: bool, shortened: bool) -> Tokenised:
+    lengths = [part.length for part in parts]
+    if not any(lengths):
+        return _NOTHING
+    kept = longest_first(lengths[0], lengths[1], room) if len(parts) == 2 else (min(lengths[0], room),)
+    ids, types = framer([_keep(part.ids, count, left) for part, count in zip(parts, kept, strict=True)])
+    cut = shortened or sum(lengths) > room
+    return Tokenised(ids, np.zeros(len(ids), np.bool_), cut, types if len(parts) == 2 else None)
+
+
+def _keep(ids: Ints, count: int, left: bool) -> Ints:
+    """Cut ids to ``count``: at their beginning (``left``), or at their end."""
+    return ids[max(0, len(ids) - count) :].copy() if left else ids[:count].copy()
 
 
 def _encode(layouts: Sequence[Layout], tokenizer: Any) -> list[tuple[Ints, NDArray[np.bool_]]]:
@@ -178,13 +222,13 @@ def _cut(ids: Ints, loss: NDArray[np.bool_], layout: Layout, max_length: int, be
     does not fit is cut at its end, after a quarter of the length for what comes before it.
     """
     if layout.spans is None:
-        return Tokenised(ids[:max_length], loss[:max_length], len(ids) > max_length)
+        return Tokenised(ids[:max_length], loss[:max_length], layout.shortened or len(ids) > max_length)
     marked = np.flatnonzero(loss)
     if not len(marked):
-        return Tokenised(ids, loss)
+        return Tokenised(ids, loss, layout.shortened)
     ids, loss = ids[: marked[-1] + 1], loss[: marked[-1] + 1]  # nothing after the last response matters
     if len(ids) <= max_length:
-        return Tokenised(ids, loss)
+        return Tokenised(ids, loss, layout.shortened)
     gaps = np.flatnonzero(np.diff(marked) > 1)
     last = int(marked[gaps[-1] + 1]) if len(gaps) else int(marked[0])
     low = len(ids) - max_length

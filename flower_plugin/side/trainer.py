@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -14,7 +15,7 @@ from flower_plugin.errors import ConfigError, DataError
 
 from .metrics import EpochMetrics, Evaluation, Snapshot, Tally
 from .network import SideNetwork
-from .objective import Head, Objective
+from .objective import Head, Objective, check_batch, new_optimizer
 from .recipe import (
     SampleKey,
     TrainConfig,
@@ -23,9 +24,10 @@ from .recipe import (
     even_batches,
     group_by_tenant,
     learning_rate_at,
+    name_samples,
 )
 
-__all__ = ["ActivationReader", "EpochMetrics", "Evaluation", "Snapshot", "Trainer", "new_optimizer"]
+__all__ = ["ActivationReader", "EpochMetrics", "Evaluation", "Snapshot", "Trainer"]
 
 CALIBRATION_SAMPLES = 1024
 
@@ -58,7 +60,8 @@ class Trainer:
     Notes
     -----
     All randomness derives from (seed, epoch), so a run resumed at an epoch's start equals one never stopped,
-    bit for bit on one machine. A step whose loss or gradient is not finite is skipped and counted.
+    bit for bit on one machine. A step whose loss or gradient is not finite is taken again without the tokens
+    that are to blame, and skipped if that does not help; both are counted. So are samples that are gone.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class Trainer:
         Raises
         ------
         DataError
-            If there is no sample, or a target does not fit the network.
+            If no sample is named, or a target does not fit the network.
         """
         order = epoch_order(keys_by_tenant, self.config.seed, self.epoch)
         metrics = self._train(order, "epoch", self.epoch + 1.0)
@@ -126,28 +129,40 @@ class Trainer:
         self.shifts = 0
         self.progress = float(self.epoch)
 
-    @torch.no_grad()
     def evaluate(self, keys: Sequence[SampleKey]) -> Evaluation:
-        """Return loss and accuracy of the kept weights (the moving average if there is one) over `keys`."""
+        """Return loss and accuracy of the kept weights (the moving average if there is one) over `keys`.
+
+        Tokens without a finite loss are left out and counted; NaN where no token is left.
+        """
+        return self._evaluate(keys, self.averaged)
+
+    def judge(self, keys: Sequence[SampleKey]) -> Evaluation:
+        """Evaluate on the held-out samples `keys`, and keep the weights unless they are worse than the best.
+
+        Where these are not the samples that the best weights were judged by, those are judged again first.
+        """
+        held_out = self.evaluate(keys)
+        if self.best is not None and self.best.lowest.subject != held_out.subject:
+            again = self._evaluate(keys, self.best.weights)
+            self.best = replace(self.best, loss=again.loss, accuracy=again.accuracy, lowest=again)
+        self.keep_if_best(held_out)
+        return held_out
+
+    @torch.no_grad()
+    def _evaluate(self, keys: Sequence[SampleKey], weights: Mapping[str, Tensor]) -> Evaluation:
         begin = time.perf_counter()
         tally = Tally()
         losses = [torch.empty(0)]
         self.network.eval()
-        with self._kept_weights():
+        with self._using(weights):
             for batch in even_batches(keys, self.config.batch_size):
                 states, targets = self._read(batch, tally)
-                each, correct = self._objective.score(self._forward(states), targets)
-                tally.add(each.mean().item(), correct, len(targets))
-                losses.append(each)
-        return Evaluation(
-            loss=tally.mean_loss,
-            accuracy=tally.accuracy,
-            samples=tally.samples,
-            tokens=tally.tokens,
-            seconds=time.perf_counter() - begin,
-            read_seconds=tally.read_seconds,
-            losses=torch.cat(losses),
-        )
+                if len(targets):
+                    each, right = self._score(states, targets)
+                    tally.add_tokens(each, right)
+                    losses.append(each)
+        subject = name_samples(keys, tally.samples)
+        return tally.evaluation(torch.cat(losses), subject, time.perf_counter() - begin)
 
     def keep_if_best(self, held_out: Evaluation) -> bool:
         """Keep the weights as the best snapshot unless their held-out loss is worse than the lowest so far.
@@ -158,7 +173,7 @@ class Trainer:
         best = self.best
         if not math.isfinite(held_out.loss) or (best is not None and best.is_better_than(held_out)):
             return False
-        lowest = held_out if best is None or held_out.loss < best.lowest.loss else best.lowest
+        lowest = best.lowest if best is not None and best.lowest.loss <= held_out.loss else held_out
         self.best = Snapshot(self.epoch, held_out.loss, held_out.accuracy, self.kept_state(), lowest)
         return True
 
@@ -184,7 +199,7 @@ class Trainer:
         begin = time.perf_counter()
         tally = Tally()
         start, rate = self.progress, 0.0
-        if start == 0.0:
+        if not self.optimizer.state:  # No step was taken yet.
             self._calibrate(order, tally)
         self.network.train()
         batches = even_batches(order, self.config.batch_size)
@@ -193,40 +208,52 @@ class Trainer:
                 states, targets = self._read(batch, tally)
                 self.progress = start + (end - start) * (index + 1) / len(batches)
                 rate = learning_rate_at(self.config, self.progress / self.config.epochs)
-                self._step(states, targets, rate, tally)
-        return EpochMetrics(
-            epoch=self.epoch,
-            loss=tally.mean_loss,
-            accuracy=tally.accuracy,
-            samples=len(order),
-            tokens=tally.counted,
-            steps=tally.steps,
-            skipped_steps=tally.skipped,
-            learning_rate=rate,
-            seconds=time.perf_counter() - begin,
-            read_seconds=tally.read_seconds,
-        )
+                self._train_on(states, targets, rate, tally)
+        return tally.epoch_metrics(self.epoch, len(order), rate, time.perf_counter() - begin)
 
     def _calibrate(self, order: Sequence[SampleKey], tally: Tally) -> None:
-        """Start the norms from the first samples; bad rows are left to the steps, which skip them."""
-        states, _ = self._read(order[:CALIBRATION_SAMPLES], tally)
-        finite = states[torch.isfinite(states).flatten(1).all(1)]
-        if len(finite) > 1:
-            self.network.calibrate(finite)
+        """Start the norms from the first samples."""
+        apart = Tally()
+        states, _ = self._read(order[:CALIBRATION_SAMPLES], apart)
+        tally.read_seconds += apart.read_seconds
+        self.network.calibrate(states)
 
-    def _step(self, states: Tensor, targets: Tensor, rate: float, tally: Tally) -> None:
+    def _train_on(self, states: Tensor, targets: Tensor, rate: float, tally: Tally) -> None:
+        """Take a step without the tokens that would spoil it; a batch may be empty."""
+        good = self.network.usable(states)
+        taken = self._step_on(good, states, targets, rate, tally)
+        if not taken and bool(good.any()):
+            finite = good & self._score(states, targets)[0].isfinite().to(self.device)
+            if not torch.equal(finite, good):
+                good, taken = finite, self._step_on(finite, states, targets, rate, tally)
+        tally.skipped_tokens += len(good) - int(good.sum())
+        tally.skipped += not taken
+
+    def _step_on(self, good: Tensor, states: Tensor, targets: Tensor, rate: float, tally: Tally) -> bool:
+        if bool(good.all()):
+            return len(good) > 0 and self._step(states, targets, rate, tally)
+        return bool(good.any()) and self._step(states[good], targets[good], rate, tally)
+
+    @torch.no_grad()
+    def _score(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss of each token (NaN where its state is of no use) and whether its answer is right: [tokens], CPU."""
+        losses, right = self._objective.score(self._forward(states), targets)
+        return losses.where(self.network.usable(states).cpu(), math.nan), right
+
+    def _step(self, states: Tensor, targets: Tensor, rate: float, tally: Tally) -> bool:
+        """Take a step and return true; or leave everything as it is, where loss or gradient is not finite."""
         self.optimizer.zero_grad(set_to_none=True)
         loss, correct = self._objective.backward(self._forward, states, targets)
         norm = clip_grad_norm_(self.network.parameters(), self.config.clip_norm)
         if not (math.isfinite(loss) and math.isfinite(norm.item())):
-            tally.skipped += 1
-            return
+            return False
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
         self._update_average()
         tally.steps += 1
         tally.add(loss, correct, len(targets))
+        return True
 
     def _forward(self, states: Tensor) -> Tensor:
         with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
@@ -235,18 +262,11 @@ class Trainer:
 
     def _read(self, keys: Sequence[SampleKey], tally: Tally) -> tuple[Tensor, Tensor]:
         begin = time.perf_counter()
-        states, targets, _ = self.reader.read(keys)
+        states, targets, tokens = self.reader.read(keys)
         tally.read_seconds += time.perf_counter() - begin
-        tally.samples += len(keys)
+        tally.samples += len(tokens)
         tally.tokens += len(targets)
-        labels = self.network.config.num_labels
-        if len(states) != len(targets) or not len(targets):
-            raise DataError(f"A cached batch has {len(states)} states but {len(targets)} targets.")
-        low, high = int(targets.min()), int(targets.max())
-        if low < 0 or (labels is not None and high >= labels):
-            raise DataError(
-                f"Cached targets {low} to {high} do not fit {labels or 'the'} classes: check the label names."
-            )
+        check_batch(states, targets, self.network.config.num_labels)
         return states.detach().to(self.device), targets.to(self.device, torch.int64)
 
     def _update_average(self) -> None:
@@ -259,13 +279,13 @@ class Trainer:
             self.averaged[name].lerp_(tensor, 1 - self.config.average)
 
     @contextmanager
-    def _kept_weights(self) -> Iterator[None]:
-        """Use the averaged weights for a while, then put the trained ones back."""
-        if not self.averaged:
+    def _using(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Use other weights (none: the trained ones) for a while, then put the trained ones back."""
+        if not weights:
             yield
             return
         trained = {name: tensor.clone() for name, tensor in self.network.state_dict().items()}
-        self.network.load_state_dict(self.averaged)
+        self.network.load_state_dict(weights)
         try:
             yield
         finally:
@@ -278,14 +298,3 @@ class Trainer:
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(derive_seed(self.config.seed, self.epoch, purpose))
             yield
-
-
-def new_optimizer(network: SideNetwork, config: TrainConfig) -> torch.optim.AdamW:
-    """Return AdamW with weight decay on matrices only."""
-    matrices = [p for p in network.parameters() if p.ndim > 1]
-    others = [p for p in network.parameters() if p.ndim <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)

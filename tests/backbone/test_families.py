@@ -288,3 +288,20 @@ def test_a_description_needs_the_config_alone(task: str, name: str, tmp_path: Pa
     assert (info.num_blocks, info.hidden_size, info.vocab_size) == (4, backbone.hidden_size, 120)
     assert info.model_type == backbone.config.model_type
     assert info.fingerprint is None
+
+
+@pytest.mark.parametrize(("task", "name"), ALL)
+def test_a_model_reads_as_many_tokens_as_its_description_says(task: str, name: str, tmp_path: Path) -> None:
+    backbone = build(task, name)
+    backbone.config.save_pretrained(tmp_path)
+    most = describe(str(tmp_path)).max_tokens
+
+    def read(tokens: int) -> None:
+        ids = torch.full((1, tokens), 7)
+        with torch.no_grad():
+            backbone.model(input_ids=ids, attention_mask=torch.ones_like(ids))
+
+    read(most or 150)
+    if most is not None:
+        with pytest.raises((IndexError, RuntimeError)):
+            read(most + 1)

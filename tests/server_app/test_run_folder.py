@@ -38,11 +38,31 @@ def test_events_after_such_a_line_are_kept(tmp_path):
 def test_resume_finds_the_unfinished_run(tmp_path):
     finished, stopped = (open_run_folder(config(tmp_path), run_id) for run_id in (1, 2))
     finished.write_summary({})
+    stopped.release()
     assert open_run_folder(config(tmp_path, resume=True, num_rounds=99), 3).path == stopped.path
 
 
+def test_a_run_that_still_lives_is_not_resumed(tmp_path):
+    living = open_run_folder(config(tmp_path), 1)
+    with pytest.raises(ConfigError, match=f"{living.path.name} is still running"):
+        open_run_folder(config(tmp_path, resume=True), 2)
+
+
+def test_a_later_failed_start_does_not_hide_the_stopped_run(tmp_path):
+    stopped = open_run_folder(config(tmp_path), 1)
+    stopped.release()
+    open_run_folder(config(tmp_path, codec="fp16"), 2).release()
+    assert open_run_folder(config(tmp_path, resume=True), 3).path == stopped.path
+
+
+def test_a_run_that_failed_before_anything_happened_leaves_no_folder(tmp_path):
+    folder = open_run_folder(config(tmp_path), 1)
+    folder.discard_if_empty()
+    assert not folder.path.exists()
+
+
 def test_nothing_to_resume_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match="no unfinished run"):
+    with pytest.raises(ConfigError, match="no unfinished run that can go on; check"):
         open_run_folder(config(tmp_path, resume=True), 1)
 
 

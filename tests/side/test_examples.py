@@ -19,6 +19,8 @@ from flower_plugin.side.examples import (
     length_buckets,
     template_id,
 )
+from flower_plugin.side.framing import longest_first
+from flower_plugin.side.tokenise import tokenise_classification
 
 KEY = b"device secret"
 CHATML = (
@@ -206,6 +208,20 @@ def test_the_begin_token_survives_the_cut(tokenizer):
     assert learnt(example, tokenizer).strip() == "fine thanks</s>"
 
 
+@settings(max_examples=30, deadline=None)
+@given(prompt=st.integers(1, 4000), response=st.integers(1, 4000), max_length=st.integers(8, 60), plain=st.booleans())
+def test_what_is_left_out_unread_changes_nothing(tokenizer, prompt, response, max_length, plain):
+    pair = Sample(prompt=" fox" * prompt, response=" good bye" * response)
+    template = None if plain else "<s>" + CHATML
+    (found,) = causal([pair], tokenizer, template, max_length).kept
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flower_plugin.side.tokenise.readable", lambda _: 1 << 40)
+        (wanted,) = causal([pair], tokenizer, template, max_length).kept
+    assert found.input_ids.tolist() == wanted.input_ids.tolist()
+    assert found.targets.tolist() == wanted.targets.tolist()
+    assert found.truncated == wanted.truncated
+
+
 def test_a_long_response_is_cut_at_its_end_and_keeps_some_prompt(tokenizer):
     pair = Sample(prompt="how are you", response="the quick brown fox " * 50)
     result = causal([pair], tokenizer, CHATML, max_length=16)
@@ -294,6 +310,81 @@ def test_texts_are_classified_with_special_tokens_and_cut(words):
     assert (list(short.targets), list(short.loss_positions)) == ([1], [])
     assert words.convert_ids_to_tokens(long.input_ids)[-1] == "[SEP]"
     assert (len(long.input_ids), long.truncated, short.truncated, result.truncated) == (8, True, False, 1)
+
+
+FRAMES = {
+    "bert": processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2)),
+    "roberta": processors.RobertaProcessing(("[SEP]", 3), ("[CLS]", 2)),
+    "template": processors.TemplateProcessing(
+        single="$A:0 [SEP]:0 [CLS]:2",
+        pair="$A:0 [SEP]:0 $B:1 [SEP]:1 [CLS]:2",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    ),
+    "one": processors.TemplateProcessing(single="[CLS] $A", pair="[CLS] $A $B", special_tokens=[("[CLS]", 2)]),
+    "plain": None,
+}
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    pairs=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=4),
+    max_length=st.integers(5, 40),
+    side=st.sampled_from(["left", "right"]),
+    frame=st.sampled_from(sorted(FRAMES)),
+)
+def test_cuts_and_frames_are_the_tokenizers_own(words, pairs, max_length, side, frame):
+    inner = Tokenizer.from_str(words.backend_tokenizer.to_str())
+    inner.post_processor = FRAMES[frame] or processors.Sequence([])
+    own = PreTrainedTokenizerFast(
+        tokenizer_object=inner, truncation_side=side, model_input_names=["input_ids", "token_type_ids"]
+    )
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    halves = [
+        tuple(" ".join(letters[(7 * i + 3 * n) % 26] for n in range(count)) for count in pair)
+        for i, pair in enumerate(pairs)
+    ]
+    doubles = tokenise_classification([Sample(prompt=a, response=b) for a, b in halves], own, max_length)
+    singles = tokenise_classification([Sample(text=b) for _, b in halves], own, max_length)
+    for (a, b), double, single in zip(halves, doubles, singles, strict=True):
+        wanted = own(a, b, truncation="longest_first", max_length=max_length)
+        assert double.input_ids.tolist() == wanted["input_ids"]
+        assert double.token_types.tolist() == wanted["token_type_ids"]
+        assert double.truncated == (len(own(a, b)["input_ids"]) > max_length)
+        assert single.input_ids.tolist() == own(b, truncation=True, max_length=max_length)["input_ids"]
+        assert single.truncated == (len(own(b)["input_ids"]) > max_length)
+
+
+@given(first=st.integers(0, 99), second=st.integers(0, 99), room=st.integers(0, 99))
+def test_the_longer_half_is_cut_first(first, second, room):
+    one, two = longest_first(first, second, room)
+    assert one + two == min(room, first + second)
+    assert one <= first
+    assert two <= second
+    assert one == first or two == second or abs(one - two) <= 1
+
+
+def test_huge_texts_are_cut_before_they_are_encoded(words, tokenizer, monkeypatch):
+    seen = []
+    encode = PreTrainedTokenizerFast._encode_plus
+
+    def watched(self, text, text_pair=None, **options):
+        seen.append(sum(map(len, text)) + sum(map(len, text_pair or [])))
+        encoded = encode(self, text, text_pair, **options)
+        assert not any(encoding.overflowing for encoding in encoded.encodings)
+        return encoded
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", watched)
+    huge = "a b c d " * 1_250_000
+    samples = [Sample(prompt=huge, response=huge, label="no"), Sample(text=huge, label="yes")]
+    pair, single = classify(samples, words, 16).kept
+    assert (len(pair.input_ids), len(single.input_ids), pair.truncated, single.truncated) == (16, 16, True, True)
+    assert pair.token_types.tolist() == [0] * 8 + [1] * 8
+    joined, text = causal([Sample(prompt=huge, response=" fox"), Sample(text=huge)], tokenizer, max_length=24).kept
+    (talk,) = causal([Sample(messages=(("user", huge), TALK[1]))], tokenizer, CHATML, 24).kept
+    assert (text.truncated, joined.truncated, talk.truncated) == (True, True, True)
+    assert learnt(joined, tokenizer) == " fox</s>"
+    assert learnt(talk, tokenizer) == "fine thanks<|im_end|>"
+    assert max(seen) < 50_000
 
 
 def test_sentence_pairs_have_token_types(words):

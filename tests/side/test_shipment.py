@@ -14,7 +14,15 @@ from xxhash import xxh3_128
 
 from flower_plugin.errors import PayloadError
 from flower_plugin.side.codec import codec_names, get_codec
-from flower_plugin.side.shipment import HEADER_BYTES, Shipment, make_shipment, pack, shipment_bytes, unpack
+from flower_plugin.side.shipment import (
+    HEADER_BYTES,
+    LARGEST_ACTIVATION,
+    Shipment,
+    make_shipment,
+    pack,
+    shipment_bytes,
+    unpack,
+)
 
 NAMES = codec_names()
 CHECKSUM = slice(HEADER_BYTES - 16, HEADER_BYTES)
@@ -210,3 +218,23 @@ def test_inconsistent_shipments_cannot_be_made() -> None:
             dataclasses.replace(sent, **changes)  # type: ignore[arg-type]
     with pytest.raises(PayloadError, match="they must be"):
         make_shipment(get_codec("int8"), 2, 5, [bytes(16)], [torch.zeros(17, dtype=torch.uint8)], [np.zeros(1, int)])
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "nf4"])
+@pytest.mark.parametrize("value", [3e38, -2e36, 2 * LARGEST_ACTIVATION])
+def test_activations_beyond_any_backbones_are_refused_by_name(codec: str, value: float) -> None:
+    coder = get_codec(codec)
+    states = [torch.randn(count * 2, 5) for count in (2, 1, 3)]
+    digests = [bytes([number]) * 16 for number in range(3)]
+
+    def send() -> Shipment:
+        targets = [np.zeros(count, np.int32) for count in (2, 1, 3)]
+        return make_shipment(coder, 2, 5, digests, [coder.encode(part) for part in states], targets)
+
+    states[0][0, 0] = -0.9 * LARGEST_ACTIVATION
+    payload, index = pack(send())
+    unpack(payload, index, **agreed(send()))
+    states[1][1, 4] = value
+    payload, index = pack(send())
+    with pytest.raises(PayloadError, match=f"{digests[1].hex()} hold .*at most 1e\\+06"):
+        unpack(payload, index, **agreed(send()))

@@ -191,28 +191,154 @@ def test_same_seed_same_weights_and_the_callers_random_state_is_left_alone() -> 
     assert not same(weights(runs[0]), weights(runs[2]))
 
 
-def test_bad_samples_skip_their_step_only() -> None:
+def test_bad_samples_cost_themselves_not_their_step() -> None:
     reader = MemoryReader()
     reader.states[5, 0, 1, 3] = math.nan
     reader.states[40, 0, 0, 0] = math.inf
     trainer = classifier(reader, TrainConfig(epochs=2, batch_size=10))
     metrics = trainer.train_epoch(reader.by_tenant)
-    assert 1 <= metrics.skipped_steps <= 2
-    assert metrics.steps + metrics.skipped_steps == 12
+    assert (metrics.steps, metrics.skipped_steps) == (12, 0)
+    assert (metrics.samples, metrics.tokens, metrics.skipped_tokens) == (120, 118, 2)
     assert math.isfinite(metrics.loss)
     assert all(bool(tensor.isfinite().all()) for tensor in weights(trainer))
 
 
-def test_all_bad_moves_nothing() -> None:
-    reader = MemoryReader(20)
-    reader.states.fill_(math.nan)
+@pytest.mark.parametrize("value", [3e38, -3e38, 1e30, 1e20])
+@pytest.mark.parametrize("task", ["classification", "causal-lm"])
+def test_huge_but_finite_rows_of_one_device_leave_the_others_their_training(value: float, task: str) -> None:
+    reader = MemoryReader(400)
+    torch.manual_seed(0)
+    reader.states[::20] = value * torch.randn(20, 1, 2, 16).sign()
+    config = TrainConfig(epochs=12, batch_size=16, learning_rate=3e-3)
+    if task == "classification":
+        trainer = classifier(reader, config)
+    else:
+        head = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 2)).requires_grad_(False)
+        trainer = Trainer(new_side_network(LANGUAGE_MODEL, 0), reader, config, head=head)
+    train, held = split_held_out(reader.by_tenant, 0.25, 0)
+    bad = sum(int.from_bytes(key.digest, "little") % 20 == 0 for keys in train.values() for key in keys)
+    metrics = [trainer.train_epoch(train) for _ in range(12)]
+    assert all(m.skipped_steps == 0 and math.isfinite(m.loss) for m in metrics)
+    assert all(m.skipped_tokens == bad for m in metrics)
+    assert all(bool(tensor.isfinite().all()) for tensor in weights(trainer))
+    good = [key for key in held if int.from_bytes(key.digest, "little") % 20]
+    assert trainer.evaluate(good).accuracy > 0.8
+    assert trainer.evaluate(held).loss == pytest.approx(trainer.evaluate(good).loss, rel=1e-4)
+
+
+def test_one_bad_row_changes_calibration_no_more_than_its_absence() -> None:
+    reader = MemoryReader(64)
+    states, _, _ = reader.read(reader.keys)
+    clean, spoilt = new_side_network(CLASSIFIER, 0), new_side_network(CLASSIFIER, 0)
+    clean.calibrate(states)
+    spoilt.calibrate(torch.cat([states, torch.full((1, 2, 16), 3e38) * torch.randn(16).sign()]))
+    for one, two in zip(clean.parameters(), spoilt.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_all_bad_moves_nothing_and_what_comes_later_still_calibrates() -> None:
+    reader = MemoryReader(40)
+    reader.states[:20] = math.nan
     trainer = classifier(reader)
     before = weights(trainer)
-    metrics = trainer.train_epoch(reader.by_tenant)
-    assert metrics.steps == 0
+    metrics = trainer.train_arrivals(reader.keys[:20], 40)
+    assert (metrics.steps, metrics.skipped_steps, metrics.skipped_tokens) == (0, 2, 20)
     assert math.isnan(metrics.loss)
     assert same(before, weights(trainer))
-    assert not trainer.keep_if_best(trainer.evaluate(reader.keys))
+    spoilt = trainer.evaluate(reader.keys[:20])
+    assert (spoilt.samples, spoilt.tokens, spoilt.skipped_tokens, spoilt.counted) == (20, 20, 20, 0)
+    assert not trainer.keep_if_best(spoilt)
+    trainer.train_arrivals(reader.keys[20:], 40)
+    assert not torch.equal(trainer.network.taps[0].norm.bias, torch.zeros(16))
+    assert trainer.keep_if_best(trainer.evaluate(reader.keys[20:]))
+
+
+def test_a_bad_held_out_token_is_left_out_of_the_mean() -> None:
+    reader = MemoryReader()
+    trainer = classifier(reader)
+    trainer.train_epoch(reader.by_tenant)
+    good = trainer.evaluate(reader.keys[1:])
+    reader.states[0] = math.nan
+    mixed = trainer.evaluate(reader.keys)
+    assert mixed.loss == pytest.approx(good.loss, rel=1e-5)
+    assert mixed.accuracy == pytest.approx(good.accuracy)
+    assert (mixed.tokens, mixed.skipped_tokens, mixed.counted) == (120, 1, 119)
+
+
+class ForgetfulReader(MemoryReader):
+    """Some of its samples are gone."""
+
+    gone: frozenset[SampleKey] = frozenset()
+
+    def read(self, keys: Sequence[SampleKey]) -> tuple[Tensor, Tensor, Tensor]:
+        there = [key for key in keys if key not in self.gone]
+        if not there:
+            return torch.empty(0, 2, 16), torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+        return super().read(there)
+
+
+def test_samples_that_are_gone_are_counted_and_an_empty_batch_is_no_step() -> None:
+    reader = ForgetfulReader(60)
+    trainer = classifier(reader, TrainConfig(batch_size=10))
+    reader.gone = frozenset(reader.keys[:13])
+    metrics = trainer.train_arrivals(reader.keys[:10], 60)
+    assert (metrics.samples, metrics.lost_samples, metrics.steps, metrics.skipped_steps) == (0, 10, 0, 1)
+    metrics = trainer.train_arrivals(reader.keys[10:], 60)
+    assert (metrics.samples, metrics.lost_samples, metrics.steps, metrics.skipped_steps) == (47, 3, 5, 0)
+    evaluation = trainer.evaluate(reader.keys)
+    assert (evaluation.samples, evaluation.tokens) == (47, 47)
+    assert evaluation.loss == pytest.approx(trainer.evaluate(reader.keys[13:]).loss, rel=1e-5)
+    assert math.isnan(trainer.evaluate(reader.keys[:13]).loss)
+
+
+def test_the_best_is_judged_anew_when_the_held_out_samples_change() -> None:
+    reader = MemoryReader(200)
+    trainer = classifier(reader)
+    easy, hard = reader.keys[:60], reader.keys[60:120]
+    trainer.train_arrivals(easy * 8, 480)
+    trainer.finish_epoch()
+    trainer.judge(easy)
+    kept = trainer.best
+    assert kept is not None
+    trainer.train_arrivals(hard, 60)
+    trainer.finish_epoch()
+    other = trainer.evaluate(hard)
+    assert other.loss > kept.lowest.loss  # by means alone, no later epoch could ever win
+    trainer.judge(hard)
+    assert trainer.best is not None
+    assert trainer.best.epoch == 2
+    assert trainer.best.lowest.subject == other.subject != kept.lowest.subject
+
+
+def test_a_best_that_is_still_better_on_other_samples_stays() -> None:
+    reader = MemoryReader(200)
+    trainer = classifier(reader)
+    for _ in range(6):
+        trainer.train_epoch(reader.by_tenant)
+    trainer.judge(reader.keys[:60])
+    nn.init.normal_(trainer.network.classifier.project.weight, std=9.0)
+    trainer.finish_epoch()
+    spoilt = weights(trainer)
+    trainer.judge(reader.keys[:90])
+    assert trainer.best is not None
+    assert trainer.best.epoch == 6
+    assert trainer.best.lowest.samples == 90
+    assert same(spoilt, weights(trainer))
+
+
+def test_a_first_evaluation_that_is_not_finite_blocks_no_later_one() -> None:
+    reader = MemoryReader()
+    trainer = classifier(reader)
+    reader.states[:30] = math.nan
+    trainer.judge(reader.keys[:30])
+    assert trainer.best is None
+    trainer.judge(reader.keys[30:60])
+    assert trainer.best is not None
+    trainer.judge(reader.keys[:30])  # the best cannot be judged by these either
+    trainer.epoch = 3
+    trainer.judge(reader.keys[60:])
+    assert trainer.best.epoch == 3
+    assert math.isfinite(trainer.best.lowest.loss)
 
 
 def test_a_target_that_fits_no_class_is_named() -> None:
