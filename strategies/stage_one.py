@@ -158,8 +158,8 @@ class StageOne:
         )  # fmt: skip
         if reply.refused:
             log(
-                WARNING, "Node %s leaves out %s samples: their activations are not finite, or one alone is"
-                " larger than 'byte-budget-mb'", device.node_id, len(reply.refused),
+                WARNING, "Node %s leaves out %s samples: gone, of a class that the run does not know, with activations"
+                " that are not finite, or larger than 'byte-budget-mb'", device.node_id, len(reply.refused),
             )  # fmt: skip
 
     def _warn_of_evictions(self) -> None:

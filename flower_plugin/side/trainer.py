@@ -199,7 +199,7 @@ class Trainer:
         begin = time.perf_counter()
         tally = Tally()
         start, rate = self.progress, 0.0
-        if not self.optimizer.state:  # No step was taken yet.
+        if not any(self.optimizer.state.values()):  # No step was taken yet.
             self._calibrate(order, tally)
         self.network.train()
         batches = even_batches(order, self.config.batch_size)
