@@ -15,7 +15,7 @@ from flower_plugin.errors import DeviceError
 from flower_plugin.side.cache import ActivationCache
 from flower_plugin.side.export import save_side_tuned
 from flower_plugin.side.intake import Intake
-from flower_plugin.side.ledger import Ledger, load_ledger, save_ledger
+from flower_plugin.side.ledger import Ledger, load_kept_head, load_ledger, save_head, save_ledger
 from flower_plugin.side.recipe import SampleKey
 from flower_plugin.side.tuning import SideTuning, has_checkpoint
 
@@ -25,7 +25,6 @@ from .plan import agreement_of, make_intake, make_ledger, make_settings, make_tu
 from .roster import Roster, in_order
 
 CHECKPOINT = "checkpoint"
-HEAD = "head.safetensors"
 
 
 class RunState:
@@ -137,13 +136,11 @@ class RunState:
         self.cache.close()
 
     def _find_head(self, grid: Grid) -> BackboneHead:
-        """The head that a stopped run left, or else a device's; kept, since devices may leave after stage one."""
-        path = self._folder / HEAD if self._folder is not None else None
-        if path is not None and path.exists():
-            return BackboneHead.from_bytes(path.read_bytes())
+        """The head that a stopped run kept, or else a device's."""
+        kept = load_kept_head(self._folder) if self._folder is not None else None
+        if kept is not None:
+            return BackboneHead.from_bytes(kept)
         head = fetch_head(grid, self.roster, self.config, self.ledger)
-        if path is not None:
-            draft = path.with_name(f"{HEAD}.new")
-            draft.write_bytes(head.to_bytes())
-            draft.replace(path)
+        if self._folder is not None:
+            save_head(head.to_bytes(), self._folder)
         return head

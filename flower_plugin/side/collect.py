@@ -9,7 +9,7 @@ from flower_plugin.backbone import Backbone
 
 from .codec import Codec
 from .examples import Example, collate, length_buckets
-from .shipment import HEADER_BYTES, Shipment, make_shipment
+from .shipment import HEADER_BYTES, LARGEST_ACTIVATION, Shipment, make_shipment
 from .tokens import make_gather, pooled_width
 
 Progress = Callable[[int], None]
@@ -46,7 +46,7 @@ class Collected:
     shipment : Shipment
         Activations of the samples, in the order in which the samples were given.
     refused : tuple of bytes
-        Digests of samples whose activations are not finite; nothing of them is sent.
+        Digests of samples whose activations are not finite or far too large; nothing of them is sent.
     forwarded_tokens : int
         Real tokens that went through the backbone.
     """
@@ -134,12 +134,12 @@ def collect(
 
 @torch.inference_mode()
 def _forward(backbone: Backbone, batch: Sequence[Example], rule: TapRule) -> list[torch.Tensor | None]:
-    """Encoded rows uint8 [tokens * taps, row bytes] of each sample; None where they are not finite."""
+    """Encoded rows uint8 [tokens * taps, row bytes] of each sample; None where they cannot be used."""
     padded = collate(batch, pad_id(backbone), "right")
     states = torch.stack(backbone.forward_taps(padded.inputs, rule.taps, make_gather(rule.token_rule, padded)), 1)
-    good = _finite_samples(states, padded.tokens_per_example)
+    good = _usable_samples(states, padded.tokens_per_example)
     if not all(good):
-        states = states.nan_to_num(0.0, 0.0, 0.0)
+        states = states.nan_to_num(0.0, 0.0, 0.0).clamp(-LARGEST_ACTIVATION, LARGEST_ACTIVATION)
     encoded = rule.codec.encode(states.flatten(0, 1)).cpu()
     sizes = [count * len(rule.taps) for count in padded.tokens_per_example]
     parts = torch.split(encoded, sizes)
@@ -152,10 +152,11 @@ def pad_id(backbone: Backbone) -> int:
     return int(found) if found is not None else 0
 
 
-def _finite_samples(states: torch.Tensor, tokens: Sequence[int]) -> list[bool]:
-    # A sum is finite unless a value is not, or it overflows, which the careful look then settles.
-    if bool(states.sum().isfinite()):
+def _usable_samples(states: torch.Tensor, tokens: Sequence[int]) -> list[bool]:
+    """Whether each sample's rows are finite and no larger than a server takes."""
+    low, high = states.aminmax()
+    if bool(low >= -LARGEST_ACTIVATION) and bool(high <= LARGEST_ACTIVATION):  # false for NaN
         return [True] * len(tokens)
     ends = torch.tensor(tokens).cumsum(0).tolist()
-    rows = states.flatten(1).isfinite().all(dim=1)
+    rows = (states.flatten(1).abs() <= LARGEST_ACTIVATION).all(dim=1)
     return [bool(rows[end - count : end].all()) for count, end in zip(tokens, ends, strict=True)]

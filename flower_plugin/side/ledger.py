@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from flower_plugin.errors import CacheError
 
 LEDGER = "ledger.json"
+HEAD = "head.safetensors"
 
 
 class Ledger(BaseModel):
@@ -67,15 +68,36 @@ def save_ledger(ledger: Ledger, folder: Path) -> None:
     CacheError
         It cannot be written.
     """
-    draft = folder / f"{LEDGER}.new"
+    _write(folder / LEDGER, ledger.model_dump_json().encode())
+
+
+def save_head(head: bytes, folder: Path) -> None:
+    """Keep the packed head that a device sent, since the device may leave after stage one.
+
+    Raises
+    ------
+    CacheError
+        It cannot be written.
+    """
+    _write(folder / HEAD, head)
+
+
+def load_kept_head(folder: Path) -> bytes | None:
+    """The packed head that a stopped run kept; ``None`` if it kept none."""
+    path = folder / HEAD
+    return path.read_bytes() if path.exists() else None
+
+
+def _write(path: Path, data: bytes) -> None:
+    draft = path.with_name(f"{path.name}.new")
     try:
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(ledger.model_dump_json())
+        with draft.open("wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        draft.replace(folder / LEDGER)
+        draft.replace(path)
     except OSError as error:
-        raise CacheError(f"{folder / LEDGER} cannot be written: {error}; free disk space and resume") from error
+        raise CacheError(f"{path} cannot be written: {error}; free disk space and resume") from error
 
 
 def load_ledger(folder: Path) -> Ledger | None:
