@@ -46,7 +46,7 @@ class RunConfig(BaseModel):
     template: str = Field("", description="Chat template to use instead of the tokenizer's own")
 
     taps: str = Field(
-        "6",
+        "4",
         description="Number of tapped blocks, evenly spaced, or their indices (`1,3,5`; the last is added)",
     )
     pooling: str = Field("mean", description="`cls`, `last`, `mean`, `max`, or several joined by `+`")
@@ -61,7 +61,7 @@ class RunConfig(BaseModel):
     )
     device_batch_size: int = Field(16, ge=1, description="Samples in one forward pass on a device")
 
-    num_rounds: int = Field(30, ge=1, description="Epochs; the first meets the devices, the others the cache")
+    num_rounds: int = Field(40, ge=1, description="Epochs; the first meets the devices, the others the cache")
     scope: Literal["global", "personal"] = Field(
         "global", description="One side network for all, or one for each device"
     )
@@ -74,9 +74,9 @@ class RunConfig(BaseModel):
     side_width: int = Field(0, ge=0, le=2**20, description="Width of the side network; 0: from the reduction")
     dropout: float = Field(0.1, ge=0, lt=1, description="Dropout in the side network's stream")
     input_dropout: float = Field(0.5, ge=0, lt=1, description="Dropout on the normalised taps (classification)")
-    mixup: float = Field(1.0, ge=0, description="Mixing of cached samples, Beta(mixup, mixup); 0: none")
+    mixup: float = Field(3.0, ge=0, description="Mixing of cached samples, Beta(mixup, mixup); 0: none")
     learning_rate: float = Field(
-        0.0, ge=0, description="Peak learning rate of AdamW; 0: 3e-4 for classification, 3e-3 for a language model"
+        0.0, ge=0, description="Peak learning rate of AdamW; 0: 2e-4 for classification, 3e-3 for a language model"
     )
     weight_decay: float = Field(0.01, ge=0, description="Weight decay of AdamW")
     schedule: Literal["cosine", "constant"] = Field("cosine", description="Learning-rate schedule")

@@ -24,7 +24,7 @@ from .roster import Agreement, Roster
 
 NO_CHECKPOINT = "none"
 BATCH_SIZES = {"classification": 64, "causal-lm": 16}
-LEARNING_RATES = {"classification": 3e-4, "causal-lm": 3e-3}
+LEARNING_RATES = {"classification": 2e-4, "causal-lm": 3e-3}
 
 
 def server_backbone(config: RunConfig) -> str | None:

@@ -55,16 +55,16 @@ class TrainConfig:
         Fixes order, dropout and held-out samples.
     """
 
-    epochs: int = 30
+    epochs: int = 40
     batch_size: int = 64
-    learning_rate: float = 3e-4
+    learning_rate: float = 2e-4
     weight_decay: float = 0.05
     clip_norm: float = 1.0
     schedule: Literal["cosine", "constant"] = "cosine"
     warmup: float = 0.05
     holdout: float = 0.1
     patience: int | None = None
-    mixup: float = 1.0
+    mixup: float = 3.0
     label_smoothing: float = 0.0
     average: float = 0.0
     head_chunk: int = 256
