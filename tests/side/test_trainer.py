@@ -26,7 +26,7 @@ from flower_plugin.side.trainer import Evaluation, Trainer
 
 CLASSIFIER = SideNetworkConfig(width=16, taps=(0, 2), num_labels=2, input_dropout=0.0)
 LANGUAGE_MODEL = SideNetworkConfig(width=16, taps=(0, 2), input_dropout=0.0)
-RECIPE = TrainConfig(epochs=4, batch_size=16, learning_rate=3e-3)
+RECIPE = TrainConfig(epochs=4, batch_size=16, learning_rate=3e-3, mixup=1.0)
 
 
 class MemoryReader:
@@ -163,7 +163,7 @@ def test_bad_recipes_are_refused_by_name(change: dict[str, object]) -> None:
 
 def test_it_learns() -> None:
     reader = MemoryReader(400)
-    trainer = classifier(reader, TrainConfig(epochs=12, batch_size=16, learning_rate=3e-3))
+    trainer = classifier(reader, TrainConfig(epochs=12, batch_size=16, learning_rate=3e-3, mixup=1.0))
     train, held = split_held_out(reader.by_tenant, 0.25, 0)
     before = trainer.evaluate(held)
     metrics = [trainer.train_epoch(train) for _ in range(12)]
@@ -209,7 +209,7 @@ def test_huge_but_finite_rows_of_one_device_leave_the_others_their_training(valu
     reader = MemoryReader(400)
     torch.manual_seed(0)
     reader.states[::20] = value * torch.randn(20, 1, 2, 16).sign()
-    config = TrainConfig(epochs=12, batch_size=16, learning_rate=3e-3)
+    config = TrainConfig(epochs=12, batch_size=16, learning_rate=3e-3, mixup=1.0)
     if task == "classification":
         trainer = classifier(reader, config)
     else:
