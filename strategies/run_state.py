@@ -95,15 +95,11 @@ class RunState:
         """Take devices into the run; a device that came back takes its own place again."""
         by_tenant = {device.tenant: device for device in (*self.roster.devices, *found.devices)}
         self.roster = replace(self.roster, devices=in_order(by_tenant.values()))
-        self.ledger = self.ledger.with_samples({d.tenant: d.profile.digests for d in self.roster.devices})
-        if self._folder is not None:
-            save_ledger(self.ledger, self._folder)
+        self._keep(self.ledger.with_samples({d.tenant: d.profile.digests for d in self.roster.devices}))
 
     def refuse(self, tenant: str, digests: Iterable[bytes]) -> None:
         """Note samples that a device cannot send: it is not asked for them again."""
-        self.ledger = self.ledger.with_refused(tenant, digests)
-        if self._folder is not None:
-            save_ledger(self.ledger, self._folder)
+        self._keep(self.ledger.with_refused(tenant, digests))
 
     def cached_samples(self, tenants: Iterable[str] | None = None) -> dict[str, list[SampleKey]]:
         """Tenant -> its samples that are in the cache, in the order of the ledger. Default: all tenants."""
@@ -134,6 +130,11 @@ class RunState:
         """Close the cache."""
         self.closed = True
         self.cache.close()
+
+    def _keep(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        if self._folder is not None:
+            save_ledger(ledger, self._folder)
 
     def _find_head(self, grid: Grid) -> BackboneHead:
         """The head that a stopped run kept, or else a device's."""
