@@ -1,7 +1,7 @@
 """The tensors of a saved model, read one by one: safetensors or torch files, in one file or in shards."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,15 @@ class Checkpoint:
             except Exception as error:  # torch and safetensors raise errors of many kinds for broken files
                 raise BackboneError(f"{path} is no readable weight file: {error}") from error
         return self._opened[path]
+
+
+def stored_name(stored: Collection[str], aliases: Sequence[str], prefix: str) -> str:
+    """Return the name under which a checkpoint stores a tensor (base models: without prefix), or ""."""
+    for name in aliases:
+        for candidate in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"):
+            if candidate in stored:
+                return candidate
+    return ""
 
 
 def has_weights(folder: Path) -> bool:

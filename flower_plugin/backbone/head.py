@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from flower_plugin.errors import BackboneError, PayloadError
 
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, stored_name
+from .layout import run_head
 from .load import load_backbone, load_config, model_folder
 from .skeleton import build_skeleton, head_tensors, put_tensor, tensor_of
 from .source import BackboneSource, resolve
-from .view import run_head
 
 _FORMAT = "flower-plugin-head/1"
 _MAX_HEADER_BYTES = 4 << 20
@@ -126,7 +126,7 @@ def load_head(
     model, layout = build_skeleton(config, AutoModelForCausalLM)
     wanted = head_tensors(model, layout)
     checkpoint = Checkpoint(folder)
-    places = {name: _place(checkpoint.names(), tied, model.base_model_prefix) for name, tied in wanted.items()}
+    places = {name: stored_name(checkpoint.names(), tied, model.base_model_prefix) for name, tied in wanted.items()}
     if all(places.values()):
         tensors = {name: checkpoint.tensor(place) for name, place in places.items()}
     else:
@@ -134,15 +134,6 @@ def load_head(
         tensors = {name: tensor_of(whole, name) for name in wanted}
     moved = {name: tensor.to(device, dtype, copy=True) for name, tensor in tensors.items()}
     return BackboneHead(config, moved)
-
-
-def _place(stored: frozenset[str], aliases: tuple[str, ...], prefix: str) -> str:
-    """Return the name under which a checkpoint stores a tensor (base models: without prefix), or ""."""
-    for name in aliases:
-        for candidate in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"):
-            if candidate in stored:
-                return candidate
-    return ""
 
 
 def _config_in(data: bytes) -> PretrainedConfig:

@@ -189,6 +189,26 @@ def run_quietly(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
     return output
 
 
+def run_head(model: nn.Module, layout: Layout, hidden: Tensor, device: torch.device | None = None) -> Tensor:
+    """Return the logits [rows, vocabulary] for last-block outputs [rows, width], by the model's own forward.
+
+    ``device`` is where everything before the head is computed; "meta" when only the head has weights.
+    """
+    if hidden.dim() != 2 or hidden.shape[1] != layout.width:
+        raise BackboneError(f"the head takes hidden states [rows, {layout.width}], not {list(hidden.shape)}")
+    last = len(layout.blocks) - 1
+    # Some families cannot reshape an empty batch: it is fed as one row, whose logits are cut off again.
+    rows = hidden if len(hidden) else hidden.new_zeros((1, layout.width))
+    ids = torch.zeros((len(rows), 1), dtype=torch.long, device=device or hidden.device)
+
+    def pass_over(index: int, call: BlockCall) -> Any:
+        return layout.skip(index, rows[:, None] if index == last else call.hidden)
+
+    with intercepted(layout.blocks, pass_over):
+        output = model(input_ids=ids, attention_mask=torch.ones_like(ids), **switched_off(model))
+    return block_hidden(output[0])[: len(hidden), 0]
+
+
 def token_embedding(model: nn.Module) -> Tensor:
     """Return the table of token embeddings [vocabulary, width]."""
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()

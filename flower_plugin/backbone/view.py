@@ -20,10 +20,12 @@ from .layout import (
     intercepted,
     probe,
     probe_ids,
+    run_head,
     switched_off,
 )
 
 Inputs = Mapping[str, Tensor]
+Around = Callable[[int, Callable[[Tensor], Any], Tensor], Any]
 
 
 class Backbone:
@@ -39,6 +41,8 @@ class Backbone:
         Its tokenizer; None only when made from a model in memory.
     task
         ``"classification"`` (hidden states of the base model) or ``"causal-lm"``.
+    held
+        The blocks [lo, hi) that have weights: all, except in a part made by `load_part`.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class Backbone:
         self.tokenizer = tokenizer
         self.task = task
         self.layout = layout
+        self.held = (0, len(layout.blocks))
         self._split_checked = False
 
     @classmethod
@@ -101,8 +106,8 @@ class Backbone:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
-        return next(self.model.parameters()).device
+        """Where the model is; blocks of a part that have no weights do not count."""
+        return next(weight.device for weight in self.model.parameters() if not weight.is_meta)
 
     @torch.no_grad()
     def forward_taps(self, inputs: Inputs, taps: Sequence[int], gather: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -163,7 +168,20 @@ class Backbone:
             raise BackboneError("only a causal-lm backbone has a head; a classifier's head is trained anew")
         return run_head(self.model, self.layout, hidden.to(self.device, self.model.dtype))
 
-    def run_blocks(self, lo: int, hi: int, hidden: Tensor | None, inputs: Inputs) -> Tensor:
+    def embed(self, inputs: Inputs) -> Tensor:
+        """Return the hidden states [batch, tokens, width] that the model hands to its first block; differentiable."""
+        reached: list[Tensor] = []
+
+        def stop(_: int, call: BlockCall) -> Any:
+            reached.append(call.hidden)
+            raise PassEnded
+
+        self._run(inputs, stop)
+        return reached[0]
+
+    def run_blocks(
+        self, lo: int, hi: int, hidden: Tensor | None, inputs: Inputs, around: Around | None = None
+    ) -> Tensor:
         """Run a stage: blocks ``lo`` to ``hi - 1`` by the model's own forward, the others passed over.
 
         Parameters
@@ -174,6 +192,9 @@ class Backbone:
             Hidden states [batch, tokens, width] that arrive at block ``lo``; None: the inputs are embedded.
         inputs
             As for `forward_taps`; with hidden states given, `without_text` of them is enough.
+        around
+            Called for each block with its index, a function that runs it on hidden states, and these; returns
+            what that function returned. For checkpointing, seeding, timing.
 
         Returns
         -------
@@ -192,31 +213,46 @@ class Backbone:
             raise BackboneError(f"a stage that starts at block {lo} needs the hidden states of block {lo - 1}")
         if self.model.training and getattr(self.model, "is_gradient_checkpointing", False):
             raise BackboneError("a stage cannot run with gradient checkpointing: switch it off on the model")
-        if not self._split_checked and self.num_blocks > 1:
+        if lo < self.held[0] or hi > self.held[1]:
+            raise BackboneError(
+                f"blocks {lo} to {hi} are not all here: this part holds {self.held[0]} to {self.held[1]}"
+            )
+        if not self._split_checked and self.held[1] - self.held[0] > 1:
             self._check_split()
-        return self._stage(lo, hi, hidden, inputs)
+        return self._stage(lo, hi, hidden, inputs, around)
 
     def without_text(self, inputs: Inputs) -> dict[str, Tensor]:
         """Return the inputs with a filler for token ids that keeps the padding (RoBERTa reads it)."""
-        ids = inputs["input_ids"]
+        return {**inputs, "input_ids": self.filler_ids(self.padded(inputs["input_ids"]))}
+
+    def padded(self, ids: Tensor) -> Tensor:
+        """Return where token ids are the padding token: what a later stage must know of them (RoBERTa reads it)."""
         pad = getattr(self.config, "pad_token_id", None)
-        filler = 1 if pad == 0 else 0
-        plain = torch.full_like(ids, filler)
-        return {**inputs, "input_ids": plain if pad is None else torch.where(ids == pad, ids, plain)}
+        return torch.zeros_like(ids, dtype=torch.bool) if pad is None else ids == pad
+
+    def filler_ids(self, padded: Tensor) -> Tensor:
+        """Return token ids [batch, tokens] that say nothing but where the padding is."""
+        pad = getattr(self.config, "pad_token_id", None)
+        plain = torch.full(padded.shape, 1 if pad == 0 else 0, dtype=torch.long, device=padded.device)
+        return plain if pad is None else plain.masked_fill(padded, pad)
 
     @property
     def _has_final_state(self) -> bool:
         """Whether the last tap is the model's last hidden state (OPT-350M projects that to another width)."""
         return self.task == "classification" and self.layout.final_width == self.layout.width
 
-    def _stage(self, lo: int, hi: int, hidden: Tensor | None, inputs: Inputs) -> Tensor:
+    def _stage(self, lo: int, hi: int, hidden: Tensor | None, inputs: Inputs, around: Around | None = None) -> Tensor:
         finished = self._has_final_state and hi == self.num_blocks
         reached: list[Tensor] = []
 
         def step(index: int, call: BlockCall) -> Any:
             if not lo <= index < hi:
                 return self.layout.skip(index, call.hidden)
-            output = call.run(hidden if index == lo else None)
+            arrived = hidden if index == lo else None
+            if around is None:
+                output = call.run(arrived)
+            else:
+                output = around(index, call.run, call.hidden if arrived is None else arrived)
             if index == hi - 1:
                 reached.append(block_hidden(output))
                 if not finished:
@@ -243,36 +279,22 @@ class Backbone:
 
     @torch.no_grad()
     def _check_split(self) -> None:
-        """Two stages of a tiny text must equal the whole; some families hand on more than hidden states."""
+        """Two stages of a tiny text must equal one; some families hand on more than hidden states."""
         ids = probe_ids(self.body)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        cut, training = self.num_blocks // 2, self.model.training
+        (lo, hi), training = self.held, self.model.training
+        cut = (lo + hi) // 2
         self.model.train(False)
         try:
-            whole = self._stage(0, self.num_blocks, None, inputs)
-            first = self._stage(0, cut, None, inputs)
-            second = self._stage(cut, self.num_blocks, first, self.without_text(inputs))
+            start = None if lo == 0 else self._probe_states(ids)
+            whole = self._stage(lo, hi, start, inputs)
+            first = self._stage(lo, cut, start, inputs)
+            second = self._stage(cut, hi, first, self.without_text(inputs))
         finally:
             self.model.train(training)
         check_equal(self.model, "stages", second, whole)
         self._split_checked = True
 
-
-def run_head(model: nn.Module, layout: Layout, hidden: Tensor, device: torch.device | None = None) -> Tensor:
-    """Return the logits [rows, vocabulary] for last-block outputs [rows, width], by the model's own forward.
-
-    ``device`` is where everything before the head is computed; "meta" when only the head has weights.
-    """
-    if hidden.dim() != 2 or hidden.shape[1] != layout.width:
-        raise BackboneError(f"the head takes hidden states [rows, {layout.width}], not {list(hidden.shape)}")
-    last = len(layout.blocks) - 1
-    # Some families cannot reshape an empty batch: it is fed as one row, whose logits are cut off again.
-    rows = hidden if len(hidden) else hidden.new_zeros((1, layout.width))
-    ids = torch.zeros((len(rows), 1), dtype=torch.long, device=device or hidden.device)
-
-    def pass_over(index: int, call: BlockCall) -> Any:
-        return layout.skip(index, rows[:, None] if index == last else call.hidden)
-
-    with intercepted(layout.blocks, pass_over):
-        output = model(input_ids=ids, attention_mask=torch.ones_like(ids), **switched_off(model))
-    return block_hidden(output[0])[: len(hidden), 0]
+    def _probe_states(self, ids: Tensor) -> Tensor:
+        numbers = torch.arange(ids.numel() * self.hidden_size, dtype=torch.float32, device=self.device)
+        return torch.sin(numbers).to(self.model.dtype).view(*ids.shape, self.hidden_size)
