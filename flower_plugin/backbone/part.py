@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
 from logging import getLogger
@@ -82,7 +83,7 @@ def load_part(
 
 def _without_weights(config: PretrainedConfig, auto: Any, dtype: torch.dtype) -> tuple[PreTrainedModel, Layout]:
     """Return the model with its computed buffers (rotary tables) but parameters on the meta device, and its layout."""
-    skeleton, layout = build_skeleton(config, auto)
+    skeleton, layout = build_skeleton(deepcopy(config), auto)  # which sets the config to eager attention
     names = {module: name for name, module in skeleton.named_modules()}
     try:
         with init_empty_weights(include_buffers=False), _default_dtype(dtype):
