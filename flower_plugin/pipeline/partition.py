@@ -2,9 +2,9 @@
 
 A threshold T is feasible if some phones, in some order, can take all blocks so that no phone and no link needs more
 than T for a micro-batch. That is decided by dynamic programming over sets of phones from the last stage backwards:
-the number of later stages, which sets how many micro-batches a stage keeps, is then the size of the set. A stage
-takes as many blocks as fit, since time and memory only grow with blocks. The smallest T is found by bisection over
-the finitely many values that a stage or a link can need, so it is the optimum itself.
+the number of later stages, which sets how many micro-batches a stage keeps, is then the size of the set. The
+smallest T is found by bisection over the finitely many values that a stage or a link can need, so it is the optimum
+itself.
 """
 
 from dataclasses import dataclass, replace
@@ -16,9 +16,9 @@ from .in_flight import in_flight
 from .job import InfeasiblePlan, Job, Links, Phone, Plan, StagePlan
 
 MAX_PHONES = 16
-_NOWHERE = -1
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 def plan_partition(job: Job, phones: tuple[Phone, ...], links: Links) -> Plan:
@@ -136,43 +136,49 @@ def _fitting(job: Job, phone: Phone, later: int) -> list[int]:
 
 def _stages_within(limit: float, tables: _Tables) -> tuple[tuple[int, int, int], ...] | None:
     """Return stages (phone, lo, hi) that need at most ``limit``, as few as possible; None: there are none."""
-    reached = _reach(limit, tables)
-    count = reached.shape[1]
-    starts = np.argwhere((reached == 0) & (tables.first <= limit))
+    takes = _takes(limit, tables)
+    reached = _reach(limit, tables, takes)
+    starts = np.argwhere(reached[:, :, 0] & (tables.first <= limit))
     if not len(starts):
         return None
     group, phone = min(starts.tolist(), key=lambda start: (start[0].bit_count(), start))
     stages: list[tuple[int, int, int]] = []
-    while True:
-        lo, rest = int(reached[group, phone]), group ^ (1 << phone)
-        if not rest:
-            return (*stages, (phone, lo, tables.seconds.shape[1] - 1))
-        allowed = [q for q in range(count) if reached[rest, q] >= 0 and tables.hop[phone, q] <= limit]
-        following = min(allowed, key=lambda q: int(reached[rest, q]))
-        stages.append((phone, lo, int(reached[rest, following])))
-        group, phone = rest, following
+    lo = 0
+    while rest := group ^ (1 << phone):
+        onward = reached[rest] & (tables.hop[phone] <= limit)[:, None] & takes[phone, rest.bit_count(), :, lo]
+        following, hi = max(np.argwhere(onward).tolist(), key=lambda pair: pair[1])
+        stages.append((phone, lo, hi))
+        group, phone, lo = rest, following, hi
+    return (*stages, (phone, lo, takes.shape[2] - 1))
 
 
-def _reach(limit: float, tables: _Tables) -> Ints:
-    """Return [sets, phones]: the smallest lo so that the set, this phone first, can take blocks [lo, n)."""
-    count, n = len(tables.hop), tables.seconds.shape[1] - 1
-    in_time = np.argmax(tables.seconds <= limit, axis=1)  # smallest lo by phone and hi; 0 also where there is none
-    in_time = np.where((tables.seconds <= limit).any(axis=1), in_time, n + 1)
+def _takes(limit: float, tables: _Tables) -> Bools:
+    """Return [phones, later stages, hi, lo]: whether a phone can take blocks [lo, hi)."""
+    starts = np.arange(tables.seconds.shape[1])
+    fits = starts >= tables.fits[:, :, :, None]
+    in_time = (tables.seconds <= limit).transpose(0, 2, 1)
+    return np.asarray(fits & in_time[:, None])
+
+
+def _reach(limit: float, tables: _Tables, takes: Bools) -> Bools:
+    """Return [sets, phones, lo]: whether the set, this phone first, can take blocks [lo, n), each phone some.
+
+    Every lo is kept, not only the smallest: a stage may have to leave blocks to phones that lead to better links.
+    """
+    count, ends = len(tables.hop), tables.seconds.shape[1]
     groups = np.arange(1 << count)
     sizes = np.bitwise_count(groups)
-    reached = np.full((1 << count, count), _NOWHERE, np.int64)
+    reached = np.zeros((1 << count, count, ends), np.bool_)
     for size in range(1, count + 1):
         for phone in range(count):
             mine = groups[(sizes == size) & (groups >> phone & 1 == 1)]
             if size == 1:
-                his = np.full(len(mine), n if tables.last[phone] <= limit else 0)
+                his = np.zeros((1, ends), np.bool_)
+                his[0, -1] = tables.last[phone] <= limit
             else:
-                later = reached[mine ^ (1 << phone)]
-                usable = (later > 0) & (tables.hop[phone] <= limit)
-                his = np.where(usable, later, n + 1).min(axis=1)
-                his[his > n] = 0
-            los = np.maximum(in_time[phone][his], tables.fits[phone, size - 1][his])
-            reached[mine, phone] = np.where((his > 0) & (los < his), los, _NOWHERE)
+                usable = np.flatnonzero(tables.hop[phone] <= limit)
+                his = reached[np.ix_(mine ^ (1 << phone), usable)].any(axis=1)
+            reached[mine, phone] = his.astype(np.float32) @ takes[phone, size - 1].astype(np.float32) > 0
     return reached
 
 

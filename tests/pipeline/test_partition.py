@@ -72,6 +72,16 @@ def instances(draw):
     return Job(blocks, draw(small), draw(small), draw(small), draw(st.integers(1, 5)), schedule), phones, links
 
 
+def test_a_stage_leaves_blocks_to_phones_that_lead_to_the_owners():
+    # Both ends must be next to the texts, and the only way between them is long: as many blocks as fit would end it.
+    phones = tuple(Phone(f"p{i}", 10, 0.25, 0.25, share=0.5 * (i > 1)) for i in range(4))
+    links = Links(((1.0, 1.0, 0.5, 1.0), (1.0, 1.0, 1.0, 0.5), (0.5, 1.0, 1.0, 0.5), (1.0, 0.5, 0.5, 1.0)))
+    job = Job((BlockCost(0, work=0.5),) * 6, boundary_bytes=1, micro_batches=1)
+    plan = plan_partition(job, phones, links)
+    assert plan.bottleneck_seconds == brute_force(job, phones, links) == 1.0
+    assert len(plan.stages) == 4
+
+
 @settings(max_examples=300)
 @given(instances())
 def test_the_bottleneck_is_the_smallest_there_is(instance):
